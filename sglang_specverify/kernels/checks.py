@@ -1,0 +1,93 @@
+"""Checks of one argument at a time: type, dtype, device, shape, stride.
+
+They look at metadata only, so none of them waits for the device. Each raises `ArgumentError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import cast
+
+import torch
+
+from sglang_specverify.errors import ArgumentError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+INTS = (torch.int32, torch.int64)
+MASKS = (torch.bool, torch.uint8)
+
+
+def names(dtypes: Collection[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def tensor(
+    argument: str,
+    value: object,
+    shape: tuple[int | str, ...],
+    dtypes: Collection[torch.dtype],
+    device: torch.device | None = None,
+    *,
+    unit_last: bool = False,
+) -> torch.Tensor:
+    """`value` as a tensor of `shape`, in which a string is the name of a free dimension."""
+    described = f"a tensor [{', '.join(map(str, shape))}] of {names(dtypes)}"
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(argument, type(value).__name__, described)
+    if value.dtype not in dtypes:
+        raise ArgumentError(argument, names((value.dtype,)), described)
+    fits = value.dim() == len(shape) and all(
+        isinstance(want, str) or want == have for want, have in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        raise ArgumentError(argument, f"shape {list(value.shape)}", described)
+    if device is not None and value.device != device:
+        raise ArgumentError(argument, f"a tensor on {value.device}", f"a tensor on q's device, {device}")
+    if unit_last and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ArgumentError(argument, f"strides {list(value.stride())}", "last stride 1")
+    return value
+
+
+def output(argument: str, value: torch.Tensor) -> None:
+    """Two elements of an output must not share memory, as an expanded tensor's do."""
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise ArgumentError(argument, f"shape {list(value.shape)} with strides {list(value.stride())}", "no stride 0")
+
+
+def integer(argument: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(argument, repr(value), f"an int of at least {least}")
+    return value
+
+
+def flag(argument: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, repr(value), "True or False")
+    return value
+
+
+def number(argument: str, value: object, least: float = -math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+        raise ArgumentError(argument, repr(value), "a finite number" + ("" if least == -math.inf else f" of at least {least}"))
+    return float(value)
+
+
+def scale(argument: str, value: object, kv_heads: int, device: torch.device) -> None:
+    """A number, a tensor of one element, or a tensor [Hkv]."""
+    if not isinstance(value, torch.Tensor):
+        number(argument, value)
+        return
+    one = value.dim() <= 1 and value.numel() == 1
+    tensor(argument, value, tuple(value.shape) if one else (kv_heads,), FLOATS, device)
+
+
+def on_cpu(value: torch.Tensor) -> bool:
+    """Whether values may be looked at: elsewhere a look would wait for the device."""
+    return value.device.type == "cpu"
+
+
+def first_row(bad: torch.Tensor) -> int | None:
+    """The first index at which `bad` (bool [n], on the CPU) is true."""
+    return cast(int, bad.nonzero()[0].item()) if bool(bad.any()) else None

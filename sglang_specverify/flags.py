@@ -1,0 +1,120 @@
+"""Every environment variable of the plugin: name, type, default, meaning. Nothing else reads one.
+
+A value that does not parse, and a `SGLANG_SPECVERIFY_*` name that does not exist, are errors: a
+misspelt opt-out that is silently ignored would serve what the user asked not to be served.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang_specverify.errors import SpecverifyError
+
+PREFIX = "SGLANG_SPECVERIFY_"
+
+#: Built-in SGLang backends that the plugin has a subclass of.
+BASES = ("fa3", "fa4", "triton", "aiter")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One environment variable. `choices` is empty for a boolean."""
+
+    name: str
+    default: str
+    meaning: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def attribute(self) -> str:
+        return self.name.removeprefix(PREFIX).lower()
+
+    @property
+    def type(self) -> str:
+        return " | ".join(self.choices) if self.choices else "bool"
+
+
+FLAGS = (
+    Flag(f"{PREFIX}DISABLE", "0", "Switch the whole plugin off: the base that would have been chosen serves, stock."),
+    Flag(f"{PREFIX}STRICT", "0", "A case the plugin does not serve is an error at start-up instead of a logged fallback."),
+    Flag(
+        f"{PREFIX}BASE",
+        "auto",
+        "The built-in backend underneath; auto chooses by hardware, head dim, cache type, page size and topk.",
+        ("auto", *BASES),
+    ),
+    Flag(
+        f"{PREFIX}KERNELS",
+        "auto",
+        "Without a GPU: the FP64 reference in PyTorch (auto means this) or Triton kernels in the interpreter.",
+        ("auto", "reference", "triton"),
+    ),
+    Flag(f"{PREFIX}TREE", "1", "Serve target verify of trees (topk > 1); 0 leaves it to the base."),
+    Flag(f"{PREFIX}CHAIN", "1", "Serve target verify of chains (topk = 1) and draft extend; 0 leaves them to the base."),
+    Flag(f"{PREFIX}DRAFT_DECODE", "1", "Serve the steps of a multi-step draft; 0 leaves them to the base."),
+)
+
+#: SGLang's own switches. The plugin inherits their meaning and changes none.
+UPSTREAM_SWITCHES = (
+    Flag("SGLANG_ENABLE_SPLITKV_VERIFY", "1", "SGLang's split-KV chain verify in its Triton backend (gfx95x)."),
+    Flag("SGLANG_USE_AITER_UNIFIED_ATTN", "0", "SGLang's unified attention in its aiter backend."),
+    Flag("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0", "SGLang prepares verify on a second stream; not for trees over fa3 or fa4."),
+    Flag("SGLANG_AITER_UNIFIED_VERIFY", "1", "Target verify through aiter's unified attention, where that is on."),
+)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of one process, parsed. Field names are the variables' without the prefix."""
+
+    disable: bool = False
+    strict: bool = False
+    base: str = "auto"
+    kernels: str = "auto"
+    tree: bool = True
+    chain: bool = True
+    draft_decode: bool = True
+
+
+_BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+
+
+def parse(flag: Flag, value: str) -> bool | str:
+    """The value of `flag`, or a `SpecverifyError` that names the variable and what it takes."""
+    text = value.strip().lower()
+    if flag.choices:
+        if text in flag.choices:
+            return text
+        raise SpecverifyError(
+            f"{flag.name}={value!r} is not one of {', '.join(flag.choices)}",
+            f"unset {flag.name}, or set it to one of these",
+        )
+    if text in _BOOLS:
+        return _BOOLS[text]
+    raise SpecverifyError(f"{flag.name}={value!r} is not a boolean", f"set {flag.name} to 0 or 1")
+
+
+def switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """The value of one of SGLang's own switches; a value that is no boolean counts as SGLang reads it, as off."""
+    flag = next(flag for flag in UPSTREAM_SWITCHES if flag.name == name)
+    value = (os.environ if environ is None else environ).get(name, flag.default)
+    return _BOOLS.get(value.strip().lower(), False)
+
+
+def read(environ: Mapping[str, str] | None = None) -> Flags:
+    """Parse the plugin's variables from `environ` (the process's own when None).
+
+    Raises:
+        SpecverifyError: an unknown `SGLANG_SPECVERIFY_*` name, or a value out of range.
+    """
+    environ = os.environ if environ is None else environ
+    known = {flag.name: flag for flag in FLAGS}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise SpecverifyError(f"{name} is not a flag of this plugin", f"{hint}`specverify env` lists the flags")
+    return Flags(**{flag.attribute: parse(flag, environ.get(flag.name, flag.default)) for flag in FLAGS})  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Read routing facts off a live SGLang: one function for a layer, one for the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang_specverify.hardware import Hardware, from_sglang_platform
+from sglang_specverify.routing.facts import LayerFacts, LayerKind, ServerFacts
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def hardware_facts(device: str) -> Hardware:
+    """The hardware that serves on `device`, as SGLang sees it, overrides of its platform facts included."""
+    from sglang.srt.runtime_context import get_platform
+
+    return from_sglang_platform(get_platform(), device)
+
+
+def layer_facts(layer: RadixAttention, *, is_mla: bool, has_sinks: bool = False) -> LayerFacts:
+    """What the router may know of one `RadixAttention` layer on this rank."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    window = layer.sliding_window_size
+    window = -1 if window is None else window
+    if is_mla:
+        kind = LayerKind.MLA
+    elif layer.is_cross_attention:
+        kind = LayerKind.CROSS
+    elif layer.attn_type != AttentionType.DECODER:
+        kind = LayerKind.ENCODER
+    else:
+        kind = LayerKind.WINDOW if window > -1 else LayerKind.FULL
+    unknown = set()
+    if layer.xai_temperature_len is not None and layer.xai_temperature_len > 0:
+        unknown.add("xai_temperature_len")
+    if layer.use_irope:
+        unknown.add("use_irope")
+    if layer.pos_encoding_mode not in ("NONE", None):
+        unknown.add("pos_encoding_mode")
+    if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+        unknown.add("logit_capping_method")
+    return LayerFacts(
+        kind=kind,
+        q_heads=layer.tp_q_head_num,
+        kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        window=window,
+        softcap=float(layer.logit_cap or 0.0),
+        has_sinks=has_sinks,
+        unknown=frozenset(unknown),
+    )
+
+
+def model_layers(model: Any) -> Iterable[RadixAttention]:
+    """Every attention layer of a loaded model, in module order."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return (module for module in model.modules() if isinstance(module, RadixAttention))
+
+
+def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
+    """What this process serves, read from SGLang's published configuration and from the runner."""
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+    from sglang.srt.runtime_context import get_exec, get_spec
+
+    spec = get_spec()
+    return ServerFacts(
+        base=base,
+        algorithm=spec.speculative_algorithm,
+        topk=spec.speculative_eagle_topk or 1,
+        num_steps=spec.speculative_num_steps or 0,
+        num_draft_tokens=spec.speculative_num_draft_tokens or 0,
+        page_size=runner.page_size or 1,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        cuda_graph=runner.device == "cuda" and not cuda_graph_fully_disabled(),
+        deterministic=bool(get_exec().deterministic.enable_deterministic_inference),
+        two_batch_overlap=bool(get_exec().overlap.enable_two_batch_overlap),
+        unknown=frozenset(_unknown_states(runner, is_mla=runner.model_config.attention_arch == AttentionArch.MLA)),
+    )
+
+
+def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
+    """Backend states in force that no route knows. Each is a reason to leave a call to SGLang."""
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_spec
+    from sglang.srt.speculative.spec_utils import resolve_draft_decode_window
+
+    parallel = get_parallel()
+    if parallel.attn_dcp_size > 1:
+        yield "decode context parallelism"
+    if parallel.attn_cp_size > 1:
+        yield "prefill context parallelism"
+    if parallel.enable_kv_cache_sharding:
+        yield "KV cache sharding"
+    if get_memory().enable_unified_memory:
+        yield "unified memory pool"
+    if get_disagg().enable_pdmux:
+        yield "prefill-decode multiplexing"
+    if get_exec().dllm.dllm_algorithm is not None:
+        yield "diffusion language model"
+    if getattr(runner, "attention_chunk_size", None) is not None:
+        yield "local (chunked) attention"
+    if getattr(runner, "prefill_aware_swa", False):
+        yield "prefill-aware windows"
+    if hasattr(getattr(runner, "model", None), "prepare_attn_masks"):
+        # Such a model writes its mask into the built-in backend's metadata.
+        yield "image attention ranges"
+    if runner.model_config.is_encoder_decoder:
+        yield "encoder-decoder model"
+    algorithm = get_spec().speculative_algorithm
+    if algorithm in ("DSPARK", "DFLASH") and envs.SGLANG_RAGGED_VERIFY_MODE.get() != "static":
+        yield "ragged verify"
+    if runner.is_draft_worker and resolve_draft_decode_window(runner) != (0, 0):
+        yield "draft decode window (--speculative-draft-window-size)"
+    if not is_mla and not isinstance(runner.token_to_kv_pool, (MHATokenToKVPool, SWAKVPool)):
+        yield f"cache pool {type(runner.token_to_kv_pool).__name__}"

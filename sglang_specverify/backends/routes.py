@@ -1,0 +1,94 @@
+"""What every backend of the plugin shares: its routes, their log lines and their counts."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_specverify import flags
+from sglang_specverify.backends.facts import hardware_facts, layer_facts, model_layers, server_facts
+from sglang_specverify.routing.facts import CallFacts, LayerFacts, Mode
+from sglang_specverify.routing.route import CLAIMED, STOCK, Decision, decide, require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Routes:
+    """The decisions of one backend: asked for each call, computed once for each kind of call.
+
+    Args:
+        runner: the model runner that the backend serves.
+        base: the built-in backend underneath, such as "fa3".
+        part: what the backend was built for: "target", "draft decode" or "draft extend".
+    """
+
+    def __init__(self, runner: ModelRunner, base: str, part: str) -> None:
+        self.hardware = hardware_facts(runner.device)
+        self.flags = flags.read()
+        self.server = server_facts(runner, base)
+        self.part = part
+        self.is_mla = "MLA" in str(runner.model_config.attention_arch)
+        self._decisions: dict[tuple[LayerFacts, Mode, frozenset[str]], Decision] = {}
+        self._layers: dict[tuple[int, bool], LayerFacts] = {}
+        self._calls: Counter[tuple[Mode, str, str, str]] = Counter()
+
+    def preview(self, model: Any, modes: tuple[Mode, ...]) -> None:
+        """Decide for every layer of a loaded model, so that strict mode fails before a request comes."""
+        speculates = self.server.algorithm is not None
+        for layer in model_layers(model):
+            for mode in modes if speculates else set(modes) - CLAIMED:
+                self._lookup(layer, mode, frozenset())
+
+    def route(self, layer: RadixAttention, mode: Mode, arguments: dict[str, Any], *, planned: bool = True) -> Decision:
+        """Decide one call and count it (under a CUDA graph: the capture, not its replays).
+
+        `arguments` are the call's keyword arguments beyond Q, K and V. A pass that was not `planned` for a kernel of the
+        plugin, because no layer was known to need one in this mode, is stock's.
+        """
+        given = frozenset(name for name, value in arguments.items() if value is not None)
+        facts, decision = self._lookup(layer, mode, given)
+        if decision.served and not planned:
+            decision = replace(decision, kernel=STOCK, reason="the pass was planned for SGLang's own kernel")
+        # A count in a compiled graph would be a guard that fails at every call.
+        if not torch.compiler.is_compiling():
+            self._calls[mode, facts.kind.value, decision.kernel, decision.reason] += 1
+        return decision
+
+    def serves(self, mode: Mode) -> bool:
+        """Whether a kernel of the plugin serves any layer seen so far in this mode."""
+        return any(decision.served for (_, m, _), decision in self._decisions.items() if m is mode)
+
+    def _lookup(self, layer: RadixAttention, mode: Mode, given: frozenset[str]) -> tuple[LayerFacts, Decision]:
+        sinks = "sinks" in given
+        facts = self._layers.get((layer.layer_id, sinks))
+        if facts is None:
+            facts = self._layers[layer.layer_id, sinks] = layer_facts(layer, is_mla=self.is_mla, has_sinks=sinks)
+        decision = self._decisions.get((facts, mode, given))
+        if decision is None:
+            decision = decide(self.hardware, self.server, facts, mode, self.flags, CallFacts(given))
+            require(decision, self.flags)
+            self._decisions[facts, mode, given] = decision
+            self._log(facts, mode, decision)
+        return facts, decision
+
+    def _log(self, facts: LayerFacts, mode: Mode, decision: Decision) -> None:
+        row = (mode, facts.kind.value, decision.kernel, decision.reason)
+        if row not in self._calls:
+            self._calls[row] = 0
+            text = "specverify: %s: %s of %s runs on %s: %s"
+            logger.info(text, self.part, mode.value, facts.kind.value, decision.kernel, decision.reason)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What was decided and how often it ran, for server info."""
+        return [
+            {"part": self.part, "mode": mode.value, "layer": kind, "kernel": kernel, "reason": reason, "calls": calls}
+            for (mode, kind, kernel, reason), calls in sorted(self._calls.items(), key=str)
+        ]

@@ -1,0 +1,193 @@
+"""A server's life, with small processes in place of SGLang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_specverify.demo import server as module
+from sglang_specverify.demo.server import HOST, Server, check_port, command, free_port
+from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.hardware import NO_GPU, from_name
+
+#: Answers /health at once, echoes JSON, and has a child that left the process group and ignores SIGTERM.
+ANSWERS = """
+import http.server, subprocess, sys
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404 if "missing" in self.path else 200)
+        self.end_headers()
+        self.wfile.write(b"no such thing" if "missing" in self.path else b'{"method": "GET"}')
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.rfile.read(int(self.headers["Content-Length"])))
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+DIES = """
+print("loading")
+raise RuntimeError("the model is not there")
+"""
+REFUSES = r"""
+print("specverify: error: fa3 does not run here\n  remedy: choose triton", flush=True)
+print("later noise")
+raise SystemExit(3)
+"""
+
+
+def standing_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(module, "command", lambda *_, **__: ([sys.executable, "-c", code], {"EXTRA": "1"}))
+
+
+def child_of(server: Server) -> psutil.Process:
+    return psutil.Process(int(server.log_text().split()[1]))
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        process.wait(10)
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_answers_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    standing_in(monkeypatch, ANSWERS)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be asked
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Server(["x"], hardware=NO_GPU) as server:
+        child = child_of(server)
+        assert server.get("/server_info") == {"method": "GET"}
+        assert server.generate({"text": "a"}) == {"text": "a"}
+        assert server.chat({"model": "b"}) == {"model": "b"}
+        with pytest.raises(SpecverifyError, match="answered /missing with 404: no such thing"):
+            server.get("/missing")
+        assert child.is_running()
+    assert gone(child)
+    assert list(tmp_path.iterdir()) == []
+    server.stop()  # idempotent
+
+
+def test_death_at_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    standing_in(monkeypatch, DIES)
+    log = tmp_path / "log"
+    with pytest.raises(SpecverifyError) as caught, Server(["x"], hardware=NO_GPU, log=log, name="test server"):
+        pytest.fail("it cannot have started")
+    text = str(caught.value)
+    assert text.startswith("the test server stopped while starting (exit code 1):")
+    assert "RuntimeError: the model is not there" in text
+    assert "Traceback" not in text
+    assert caught.value.remedy == f"read the whole log: {log}"
+    assert "Traceback" in log.read_text()
+
+
+def test_an_error_of_the_plugin_is_shown_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    standing_in(monkeypatch, REFUSES)
+    with pytest.raises(SpecverifyError, match=r"fa3 does not run here\n  remedy: choose triton"):
+        Server(["x"], hardware=NO_GPU, log=tmp_path / "log").start().wait()
+
+
+def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    standing_in(monkeypatch, "import time; time.sleep(300)")
+    monkeypatch.setattr(module, "START_LIMIT", 0.5)
+    with pytest.raises(SpecverifyError, match="does not answer after"), Server(["x"], hardware=NO_GPU, log=tmp_path / "log"):
+        pytest.fail("it cannot have started")
+
+
+def test_a_server_that_dies_later_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    standing_in(monkeypatch, ANSWERS)
+    with Server(["x"], hardware=NO_GPU, log=tmp_path / "log") as server:
+        assert server._process is not None
+        server._process.kill()
+        server._process.wait()
+        with pytest.raises(SpecverifyError, match="did not answer /generate"):
+            server.generate({})
+
+
+def test_an_error_in_the_block_stops_it_and_keeps_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing_in(monkeypatch, ANSWERS)
+    with pytest.raises(ZeroDivisionError), Server(["x"], hardware=NO_GPU) as server:
+        child = child_of(server)
+        _ = 1 / 0
+    assert gone(child)
+    assert server.log.exists()
+    server.log.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_parent_takes_its_server_along(tmp_path: Path, number: signal.Signals) -> None:
+    program = f"""
+import sys, time
+from sglang_specverify.demo import server
+from sglang_specverify.hardware import NO_GPU
+server.command = lambda *_, **__: ([sys.executable, "-c", "import time; time.sleep(300)"], {{}})
+made = server.Server(["x"], hardware=NO_GPU, log=__import__("pathlib").Path({str(tmp_path / "log")!r})).start()
+print(made._process.pid, flush=True)
+time.sleep(300)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    served = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(number)
+    parent.wait(10)
+    limit = time.monotonic() + 10
+    while served.is_running() and served.status() != psutil.STATUS_ZOMBIE:  # nobody may be there to reap it
+        assert time.monotonic() < limit, "the server outlived its parent"
+        time.sleep(0.05)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SpecverifyError, match=rf"port {port} cannot be used: .*in use") as caught:
+            Server(["--model-path", "x"], port=port, hardware=NO_GPU)
+    assert "--port" in caught.value.remedy
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_what_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(SpecverifyError, match="not a port number"):
+        check_port(port)
+
+
+def test_free_ports_differ() -> None:
+    assert len({free_port() for _ in range(50)}) == 50
+
+
+def after(argv: list[str], option: str) -> Any:
+    return argv[argv.index(option) + 1] if option in argv else None
+
+
+@pytest.mark.parametrize(
+    "arguments, hardware, stock, backend",
+    [
+        ([], "none", False, "specverify"),
+        ([], "none", True, "torch_native"),
+        (["--attention-backend", "triton"], "none", True, "triton"),
+        ([], "sm_90", False, "specverify"),
+        ([], "sm_90", True, None),
+    ],
+)
+def test_commands(arguments: list[str], hardware: str, stock: bool, backend: str | None) -> None:
+    argv, extra = command(["--model-path", "x", *arguments], from_name(hardware), stock=stock)
+    assert after(argv, "--attention-backend") == backend
+    assert argv.count("--attention-backend") <= 1
+    assert after(argv, "--model-path") == "x"
+    assert ("SGLANG_USE_CPU_ENGINE" in {**extra, **os.environ}) == (hardware == "none" or "SGLANG_USE_CPU_ENGINE" in os.environ)
+    assert (after(argv, "--device") == "cpu") == (hardware == "none")

@@ -1,0 +1,184 @@
+"""What the plugin relies on in SGLang: each function, method, class or value, as "module:name".
+
+The hashes are in upstream_hashes.json, written by `python -m tests.door.drift --write`. A name belongs here when the
+plugin overrides it, patches it, calls it, or mirrors its rule.
+"""
+
+from __future__ import annotations
+
+_SRT = "sglang.srt."
+
+
+def _in(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{_SRT}{module}:{name}" for name in names)
+
+
+_BACKEND = ("__init__", "init_forward_metadata", "forward_decode", "forward_extend")
+_STEPS = ("__init__", "init_forward_metadata")
+_FACTORY = (
+    "__init__",
+    "_create_backend",
+    "create_decode_backend",
+    "create_draft_extend_backend",
+    *(f"_create_{base}_{half}_backend" for base in ("fa3", "fa4", "triton", "aiter") for half in ("decode", "prefill")),
+)
+
+
+def _methods(cls: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{cls}.{name}" for name in names)
+
+
+NAMES: tuple[str, ...] = (
+    # Loading a plugin, and the command line.
+    *_in("plugins", "load_plugins"),
+    *_in(
+        "arg_groups.choices",
+        "ATTENTION_BACKEND_CHOICES",
+        "DRAFT_ATTENTION_BACKEND_CHOICES",
+        "add_attention_backend_choices",
+        "add_draft_attention_backend_choices",
+    ),
+    # Resolution: the steps that are hooked and their order, and how a decision is declared and read.
+    *_in("arg_groups.resolution_hooks", "register_resolution_hook", "run_hook", "_bind"),
+    *_in("arg_groups.pipeline", "run_resolution_pipeline"),
+    *_in(
+        "arg_groups.overrides",
+        "declare_resolution",
+        "resolving_view",
+        "resolved_view",
+        "model_config_of",
+        "attention_backends_of",
+        # Rules that the choice of a base mirrors.
+        "_attention_backend_default",
+        "_attention_backend_fa3_fp8_fallback",
+        "_deterministic_attention_backend",
+        "_fa4_page_constraint",
+        "_page_size_default",
+    ),
+    *_in(
+        "arg_groups.speculative_hook",
+        "_auto_choose_speculative_params",
+        "_handle_eagle_family",
+        "_handle_ngram",
+    ),
+    *_in("arg_groups.model_overrides.deepseek_v4", "_deepseek_v4_overrides"),
+    *_in("server_args", "ServerArgs.resolve_once", "ServerArgs.__reduce__", "prepare_server_args"),
+    *_in("configs.model_config", "AttentionArch"),
+    *_in(
+        "runtime_context",
+        "_PLATFORM_PROBES",
+        "_PLATFORM_VALUES",
+        "attention_backends",
+        "get_disagg",
+        "get_exec",
+        "get_memory",
+        "get_observability",
+        "get_parallel",
+        "get_platform",
+        "get_spec",
+    ),
+    # The launcher and its schedulers.
+    *_in(
+        "entrypoints.engine",
+        "Engine._launch_scheduler_processes",
+        "Engine._launch_subprocesses",
+        "SchedulerInitResult",
+        "_wait_for_scheduler_ready",
+    ),
+    *_in("managers.data_parallel_controller", "SCHEDULER_PIDS_ARG", "run_data_parallel_controller_process"),
+    *_in(
+        "managers.scheduler",
+        "Scheduler.get_init_info",
+        "Scheduler.get_internal_state",
+        "run_scheduler_process",
+        "get_exception_traceback",
+    ),
+    *_in("utils.common", "kill_process_tree"),
+    "sglang.utils:get_exception_traceback",
+    # The factories.
+    *_in(
+        "layers.attention.attention_registry",
+        "ATTENTION_BACKENDS",
+        "create_flashattention_v3_backend",
+        "create_flashattention_v4_backend",
+        "create_triton_backend",
+        "create_aiter_backend",
+    ),
+    *_in("speculative.draft_utils", *_methods("DraftBackendFactory", _FACTORY)),
+    # The backends underneath.
+    *_in(
+        "layers.attention.base_attn_backend",
+        *_methods("AttentionBackend", ("forward", "verify_mask", "update_verify_buffers_to_fill_after_draft")),
+    ),
+    *_in(
+        "layers.attention.triton_backend",
+        *_methods("TritonAttnBackend", (*_BACKEND, "verify_mask")),
+        *_methods("TritonMultiStepDraftBackend", _STEPS),
+    ),
+    *_in(
+        "layers.attention.flashattention_backend",
+        *_methods("FlashAttentionBackend", (*_BACKEND, "verify_mask")),
+        *_methods("FlashAttentionMultiStepBackend", _STEPS),
+    ),
+    *_in(
+        "layers.attention.aiter_backend",
+        *_methods("AiterAttnBackend", _BACKEND),
+        *_methods("AiterMultiStepDraftBackend", _STEPS),
+    ),
+    # What a batch, a layer and a cache pool look like.
+    *_in("layers.attention.verify_mask", "VerifyMask"),
+    *_in("layers.radix_attention", "AttentionType", "RadixAttention.__init__", "RadixAttention.forward"),
+    *_in(
+        "model_executor.forward_batch_info",
+        *_methods("ForwardMode", ("is_idle", "is_target_verify", "is_draft_extend_v2", "is_decode")),
+        "ForwardBatch.init_new",
+    ),
+    *_in("model_executor.model_runner", "ModelRunner._get_attention_backend"),
+    *_in("model_executor.cuda_graph_config", "cuda_graph_fully_disabled"),
+    *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in("mem_cache.swa_memory_pool", *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in("environ", "envs", "Envs.SGLANG_RAGGED_VERIFY_MODE"),
+    # The producers of drafts and masks.
+    *_in("speculative.spec_info", "SpecInputType", "SpecInput"),
+    *_in("speculative.spec_utils", "resolve_draft_decode_window"),
+    *_in("speculative.eagle_utils", "TreeMaskMode", "default_tree_mask_mode"),
+    *_in("speculative.eagle_worker_common", "build_eagle_verify_input"),
+    *_in("speculative.ngram_worker", "USE_FULL_MASK", "_is_cpu"),
+    *_in("speculative.dflash_utils", "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"),
+)
+
+#: Names that a module passes on from where they are defined.
+PASSED_ON = {f"{_SRT}utils:kill_process_tree": f"{_SRT}utils.common:kill_process_tree"}
+
+#: Imported as a whole; what is used of them is in `NAMES`.
+MODULES = (
+    f"{_SRT}arg_groups.choices",
+    f"{_SRT}managers.scheduler",
+    f"{_SRT}speculative.dflash_utils",
+    f"{_SRT}speculative.ngram_worker",
+)
+
+#: Server arguments that the plugin reads, by the namespace that SGLang publishes them under.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "device": ("device", "use_ray"),
+    "disagg": ("enable_pdmux",),
+    "exec.deterministic": ("enable_deterministic_inference",),
+    "exec.dllm": ("dllm_algorithm",),
+    "exec.kernel": ("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    "exec.overlap": ("enable_two_batch_overlap",),
+    "memory": ("enable_unified_memory",),
+    "model": ("dtype", "kv_cache_dtype"),
+    "parallel": ("enable_kv_cache_sharding",),
+    "schedule": ("page_size",),
+    "spec": (
+        "speculative_algorithm",
+        "speculative_attention_mode",
+        "speculative_adaptive",
+        "speculative_draft_attention_backend",
+        "speculative_eagle_topk",
+        "speculative_num_draft_tokens",
+        "speculative_num_steps",
+        "speculative_ngram_max_bfs_breadth",
+        "enable_multi_layer_eagle",
+    ),
+}

@@ -63,9 +63,15 @@ def model_layers(model: Any) -> Iterable[RadixAttention]:
     return (module for module in model.modules() if isinstance(module, RadixAttention))
 
 
+def uses_mla(runner: ModelRunner) -> bool:
+    """Whether the runner's model attends through a latent cache."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return bool(runner.model_config.attention_arch == AttentionArch.MLA)
+
+
 def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
     """What this process serves, read from SGLang's published configuration and from the runner."""
-    from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
     from sglang.srt.runtime_context import get_exec, get_spec
 
@@ -82,7 +88,7 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
         cuda_graph=runner.device == "cuda" and not cuda_graph_fully_disabled(),
         deterministic=bool(get_exec().deterministic.enable_deterministic_inference),
         two_batch_overlap=bool(get_exec().overlap.enable_two_batch_overlap),
-        unknown=frozenset(_unknown_states(runner, is_mla=runner.model_config.attention_arch == AttentionArch.MLA)),
+        unknown=frozenset(_unknown_states(runner, is_mla=uses_mla(runner))),
     )
 
 

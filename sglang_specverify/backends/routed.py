@@ -30,14 +30,6 @@ else:
     # A mixin: the built-in backend comes after it in the order of resolution. Importing SGLang's is for the subclasses.
     AttentionBackend = object
 
-#: What each part of a server runs.
-_MODES = {
-    "target": (Mode.PREFILL, Mode.DECODE, Mode.TARGET_VERIFY),
-    "draft": (Mode.PREFILL, Mode.DRAFT_EXTEND),
-    "draft extend": (Mode.PREFILL, Mode.DRAFT_EXTEND),
-    "draft decode": (Mode.DRAFT_DECODE,),
-}
-
 
 class RoutedBackend(AttentionBackend):
     """Mixed in before a built-in backend class, whose name SGLang knows it by is `base`."""
@@ -50,9 +42,6 @@ class RoutedBackend(AttentionBackend):
         super().__init__(model_runner, *args, **kwargs)
         self.part = part
         self.routes = routes or Routes(model_runner, self.base, part)
-        model = getattr(model_runner, "model", None)
-        if routes is None and model is not None:
-            self.routes.preview(model, _MODES[part])
         self.pools = read_pools(model_runner)
         self.step: Step | None = None
         self._prepare_stock: Callable[[], None] | None = None
@@ -142,11 +131,7 @@ class RoutedDraftBackend:
 
     def __init__(self, model_runner: ModelRunner, topk: int, speculative_num_steps: int, **kwargs: Any) -> None:
         super().__init__(model_runner, topk, speculative_num_steps, **kwargs)  # type: ignore[call-arg]
-        routes = Routes(model_runner, self.child.base, "draft decode")
-        model = getattr(model_runner, "model", None)
-        if model is not None:
-            routes.preview(model, _MODES["draft decode"])
-        self.routes = routes
+        self.routes = routes = Routes(model_runner, self.child.base, "draft decode")
         self.pools = read_pools(model_runner)
         self.attn_backends: list[Any] = [
             self.child(model_runner, part="draft decode", routes=routes, **self.child_arguments(step, **kwargs))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_specverify import flags
-from sglang_specverify.backends.facts import hardware_facts, layer_facts, model_layers, server_facts
+from sglang_specverify.backends.facts import hardware_facts, layer_facts, model_layers, server_facts, uses_mla
 from sglang_specverify.routing.facts import CallFacts, LayerFacts, Mode
 from sglang_specverify.routing.route import CLAIMED, STOCK, Decision, decide, require
 
@@ -21,13 +21,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+#: What each part of a server runs.
+_MODES = {
+    "target": (Mode.PREFILL, Mode.DECODE, Mode.TARGET_VERIFY),
+    "draft": (Mode.PREFILL, Mode.DRAFT_EXTEND),
+    "draft extend": (Mode.PREFILL, Mode.DRAFT_EXTEND),
+    "draft decode": (Mode.DRAFT_DECODE,),
+}
+
+
 class Routes:
     """The decisions of one backend: asked for each call, computed once for each kind of call.
+
+    Every layer of the loaded model is decided at once, so that strict mode fails before a request comes.
 
     Args:
         runner: the model runner that the backend serves.
         base: the built-in backend underneath, such as "fa3".
-        part: what the backend was built for: "target", "draft decode" or "draft extend".
+        part: what the backend was built for: a key of `_MODES`.
     """
 
     def __init__(self, runner: ModelRunner, base: str, part: str) -> None:
@@ -35,16 +46,14 @@ class Routes:
         self.flags = flags.read()
         self.server = server_facts(runner, base)
         self.part = part
-        self.is_mla = "MLA" in str(runner.model_config.attention_arch)
+        self.is_mla = uses_mla(runner)
         self._decisions: dict[tuple[LayerFacts, Mode, frozenset[str]], Decision] = {}
         self._layers: dict[tuple[int, bool], LayerFacts] = {}
         self._calls: Counter[tuple[Mode, str, str, str]] = Counter()
-
-    def preview(self, model: Any, modes: tuple[Mode, ...]) -> None:
-        """Decide for every layer of a loaded model, so that strict mode fails before a request comes."""
-        speculates = self.server.algorithm is not None
-        for layer in model_layers(model):
-            for mode in modes if speculates else set(modes) - CLAIMED:
+        modes = [mode for mode in _MODES[part] if self.server.algorithm is not None or mode not in CLAIMED]
+        model = getattr(runner, "model", None)  # SGLang's own attention test kit has a runner without one
+        for layer in () if model is None else model_layers(model):
+            for mode in modes:
                 self._lookup(layer, mode, frozenset())
 
     def route(self, layer: RadixAttention, mode: Mode, arguments: dict[str, Any], *, planned: bool = True) -> Decision:

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_specverify import __version__, flags
 from sglang_specverify.door.request import FIELDS, Request, stray_names
 from sglang_specverify.errors import SpecverifyError, show_without_traceback
-from sglang_specverify.hardware import from_sglang_platform
+from sglang_specverify.hardware import Hardware, from_sglang_platform
 from sglang_specverify.routing.base import PLUGIN, BaseDecision, ModelFacts, check_request, check_server, choose_base, refusal_of
 from sglang_specverify.routing.facts import ServerFacts, algorithm_name
 from sglang_specverify.routing.model import describe
@@ -105,10 +105,13 @@ def check_plugin_filter(value: str) -> None:
 
 def decide_base(server_args: Any, model: ModelFacts) -> BaseDecision:
     """The base for this server, from what resolution knows at this moment."""
+    return choose_base(_hardware(server_args), model, server_facts(server_args), flags.read(), _installed())
+
+
+def _hardware(server_args: Any) -> Hardware:
     from sglang.srt.runtime_context import get_platform
 
-    hardware = from_sglang_platform(get_platform(), server_args.device)
-    return choose_base(hardware, model, server_facts(server_args), flags.read(), _installed())
+    return from_sglang_platform(get_platform(), server_args.device)
 
 
 def _installed() -> frozenset[str]:
@@ -226,13 +229,10 @@ def _check_resolved(server_args: Any) -> None:
 
 def _check_late_facts(server_args: Any, bases: set[str]) -> None:
     """Ask once more with everything resolved: a page size or a tree that came late may not suit the base."""
-    from sglang.srt.runtime_context import get_platform
-
-    server = server_facts(server_args)
+    server, model = server_facts(server_args), _model_facts(server_args)
     check_server(server)
-    hardware = from_sglang_platform(get_platform(), server_args.device)
     for base in bases:
-        refusal = refusal_of(base, hardware, _model_facts(server_args), server, _installed())
+        refusal = refusal_of(base, _hardware(server_args), model, server, _installed())
         if refusal is not None:
             raise SpecverifyError(
                 f"{base} was resolved before all was known, and cannot serve this: {refusal}",

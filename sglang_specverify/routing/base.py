@@ -88,7 +88,7 @@ def choose_base(
         SpecverifyError: an override that cannot serve here, or no base that can; both name the possible ones.
     """
     check_server(server)
-    refusals = {base: _refusal(base, hardware, model, server, installed) for base in BASES}
+    refusals = {base: refusal_of(base, hardware, model, server, installed) for base in BASES}
     possible = [base for base in BASES if refusals[base] is None]
     allowed = ", ".join(possible) if possible else "none"
     if flags.base != "auto":
@@ -116,13 +116,6 @@ def choose_base(
     return BaseDecision(chosen, reason, rejected)
 
 
-def refusal_of(
-    base: str, hardware: Hardware, model: ModelFacts, server: ServerFacts, installed: frozenset[str] = frozenset()
-) -> str | None:
-    """Why `base` cannot serve this after all, or None: for the end of a resolution whose facts came late."""
-    return _refusal(base, hardware, model, server, installed)
-
-
 def _reason(chosen: str, hardware: Hardware, refusals: dict[str, str | None]) -> str:
     first = hardware.facts.preference[0]
     if chosen != first:
@@ -134,7 +127,7 @@ def _reason(chosen: str, hardware: Hardware, refusals: dict[str, str | None]) ->
     return f"preferred on {hardware.display}"
 
 
-def _refusal(base: str, hardware: Hardware, model: ModelFacts, server: ServerFacts, installed: frozenset[str]) -> str | None:
+def refusal_of(base: str, hardware: Hardware, model: ModelFacts, server: ServerFacts, installed: frozenset[str]) -> str | None:
     """Why `base` cannot serve this, or None."""
     if base not in hardware.possible_bases:
         return f"{base} does not run on {hardware.display}" if hardware.has_gpu else f"{base} needs a GPU"

@@ -83,6 +83,15 @@ def check_draft(engine: Engine, container: Any, batch: Batch, *, prepared: bool 
             compare(engine, layer, batch, x, container.attn_backends[step], probe=how.get("probe", False))
 
 
+def check_target(engine: Engine, new: list[int], **how: Any) -> None:
+    """The three passes of a target: verify, a prefill of `new[r]` tokens, decode; each ran on the reference."""
+    backend = target(engine)
+    check(engine, backend, verify_batch(engine, backend), **how)
+    check(engine, backend, batches.extend(engine, engine.runner(), new), **how)
+    check(engine, backend, batches.decode(engine, engine.runner()), **how)
+    assert_ran(backend, target_verify="reference", prefill="reference", decode="reference")
+
+
 def assert_ran(backend: Any, **modes: str) -> None:
     """`mode="kernel"`: that kernel and no other ran in that mode, and no other mode ran."""
     assert kernels(backend.routes.report()) == {mode: {kernel} for mode, kernel in modes.items()}

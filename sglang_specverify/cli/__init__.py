@@ -24,6 +24,7 @@ _COMMANDS = {
     "env": ("sglang_specverify.cli.env:env", "Show the plugin's environment variables."),
     "serve": ("sglang_specverify.cli.serve:serve", "Start SGLang's server with the plugin."),
     "demo": ("sglang_specverify.cli.demo:demo", "Serve a tiny model with and without speculation, and compare."),
+    "tune": ("sglang_specverify.cli.tune:tune", "Find the fastest launch configurations on this machine's GPU."),
 }
 #: Commands that hand arguments on to SGLang.
 _PASS_ARGUMENTS_ON: dict[str, dict[str, Any]] = {

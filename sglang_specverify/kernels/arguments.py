@@ -100,24 +100,28 @@ class Problem:
     device: torch.device
 
 
+def kind_of(mask: torch.Tensor | None, mask_layout: str) -> Kind:
+    """The kind of a verify call. Raises `ArgumentError` for a layout that does not exist."""
+    if mask_layout not in MASK_LAYOUTS:
+        raise ArgumentError("mask_layout", repr(mask_layout), " or ".join(MASK_LAYOUTS))
+    return "chain" if mask is None else "qlen_only" if mask_layout == "qlen_only" else "full_mask"
+
+
 def check_verify(a: VerifyArguments) -> Problem:
     """Check every argument of `verify_attention`; see there for what each one is.
 
     Raises:
         ArgumentError: naming the argument, what came and what is allowed.
     """
-    if a.mask_layout not in MASK_LAYOUTS:
-        raise ArgumentError("mask_layout", repr(a.mask_layout), " or ".join(MASK_LAYOUTS))
-    kind: Kind = "chain" if a.mask is None else "qlen_only" if a.mask_layout == "qlen_only" else "full_mask"
-    problem = _check_common(a, kind, a.num_draft_tokens, ragged=a.q_offsets is not None)
+    problem = _check_common(a, kind_of(a.mask, a.mask_layout), a.num_draft_tokens, ragged=a.q_offsets is not None)
     if problem.batch == 0:
         return problem
     queries = _check_queries(a, problem)
-    _check_mask(a, problem)
+    check_mask(problem, a.mask, a.mask_offsets)
     _check_positions(a, problem)
     if checks.on_cpu(a.q):
         _check_table_values(a, a.prefix_lens.long() + queries)
-        _check_mask_values(a, queries)
+        check_mask_values(a.mask, a.mask_offsets, a.prefix_lens, queries)
     return problem
 
 
@@ -219,25 +223,26 @@ def _check_queries(a: VerifyArguments, problem: Problem) -> torch.Tensor | int:
     return counts
 
 
-def _check_mask(a: VerifyArguments, problem: Problem) -> None:
-    if a.mask_offsets is not None and problem.kind != "full_mask":
+def check_mask(problem: Problem, mask: torch.Tensor | None, mask_offsets: torch.Tensor | None) -> None:
+    """Type, shape and device of a mask and its offsets, for the layout that `problem.kind` names."""
+    if mask_offsets is not None and problem.kind != "full_mask":
         raise ArgumentError("mask_offsets", f"a value with a {problem.kind} mask", "None: only full_mask has offsets")
-    if a.mask is None:
+    if mask is None:
         return
     if problem.kind == "qlen_only":
         if problem.ragged or problem.queries is None:
             raise ArgumentError("mask_layout", "qlen_only with q_offsets", "full_mask: ragged requests have no common W")
         batch, w = problem.batch, problem.queries
-        flat = isinstance(a.mask, torch.Tensor) and a.mask.dim() == 1
+        flat = isinstance(mask, torch.Tensor) and mask.dim() == 1
         shape: tuple[int | str, ...] = (f">= {batch * w * w}",) if flat else (batch, w, w)
-        checks.tensor("mask", a.mask, shape, checks.MASKS, problem.device)
-        if a.mask.numel() < batch * w * w:
-            raise ArgumentError("mask", f"{a.mask.numel()} entries", f"bs*W*W = {batch * w * w} or more")
+        checks.tensor("mask", mask, shape, checks.MASKS, problem.device)
+        if mask.numel() < batch * w * w:
+            raise ArgumentError("mask", f"{mask.numel()} entries", f"bs*W*W = {batch * w * w} or more")
     else:
-        checks.tensor("mask", a.mask, ("entries",), checks.MASKS, problem.device)
-        checks.tensor("mask_offsets", a.mask_offsets, (problem.batch + 1,), (torch.int64,), problem.device)
-    if not a.mask.is_contiguous():
-        raise ArgumentError("mask", f"strides {list(a.mask.stride())}", "a contiguous mask")
+        checks.tensor("mask", mask, ("entries",), checks.MASKS, problem.device)
+        checks.tensor("mask_offsets", mask_offsets, (problem.batch + 1,), (torch.int64,), problem.device)
+    if not mask.is_contiguous():
+        raise ArgumentError("mask", f"strides {list(mask.stride())}", "a contiguous mask")
 
 
 def _check_positions(a: VerifyArguments, problem: Problem) -> None:
@@ -269,12 +274,15 @@ def _check_table_values(a: CommonArguments, ends: torch.Tensor) -> None:
         raise ArgumentError("table", f"{width} columns", f"{int(pages[r])} or more: request {r} ends at position {int(ends[r])}")
 
 
-def _check_mask_values(a: VerifyArguments, queries: torch.Tensor | int) -> None:
-    if a.mask is None or a.mask_offsets is None:
+def check_mask_values(
+    mask: torch.Tensor | None, mask_offsets: torch.Tensor | None, prefix_lens: torch.Tensor, queries: torch.Tensor | int
+) -> None:
+    """Whether a full mask on the CPU holds W rows of L + W entries for each request."""
+    if mask is None or mask_offsets is None:
         return
-    starts, stops = a.mask_offsets[:-1], a.mask_offsets[1:]
-    short = stops - starts < queries * (a.prefix_lens.long() + queries)
+    starts, stops = mask_offsets[:-1], mask_offsets[1:]
+    short = stops - starts < queries * (prefix_lens.long() + queries)
     if (r := checks.first_row((starts < 0) | short)) is not None:
         raise ArgumentError("mask_offsets", f"{int(starts[r])} to {int(stops[r])} for request {r}", "W rows of L + W entries")
-    if int(stops.max()) > len(a.mask):
-        raise ArgumentError("mask", f"{len(a.mask)} entries", f"{int(stops.max())} or more: mask_offsets reaches so far")
+    if int(stops.max()) > len(mask):
+        raise ArgumentError("mask", f"{len(mask)} entries", f"{int(stops.max())} or more: mask_offsets reaches so far")

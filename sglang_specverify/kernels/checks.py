@@ -91,3 +91,47 @@ def on_cpu(value: torch.Tensor) -> bool:
 def first_row(bad: torch.Tensor) -> int | None:
     """The first index at which `bad` (bool [n], on the CPU) is true."""
     return cast(int, bad.nonzero()[0].item()) if bool(bad.any()) else None
+
+
+def tree_mask(
+    mask: torch.Tensor, layout: str, mask_offsets: torch.Tensor | None, batch: int, width: int, device: torch.device
+) -> None:
+    """The mask of `batch` requests of `width` drafts in one of the two layouts: types, shapes, entries, strides."""
+    if layout == "qlen_only":
+        if mask_offsets is not None:
+            raise ArgumentError("mask_offsets", "a value with a qlen_only mask", "None: only full_mask has offsets")
+        entries = batch * width * width
+        flat = isinstance(mask, torch.Tensor) and mask.dim() == 1
+        shape: tuple[int | str, ...] = (f">= {entries}",) if flat else (batch, width, width)
+        tensor("mask", mask, shape, MASKS, device)
+        if mask.numel() < entries:
+            raise ArgumentError("mask", f"{mask.numel()} entries", f"bs*W*W = {entries} or more")
+    else:
+        tensor("mask", mask, ("entries",), MASKS, device)
+        tensor("mask_offsets", mask_offsets, (batch + 1,), (torch.int64,), device)
+    if not mask.is_contiguous():
+        raise ArgumentError("mask", f"strides {list(mask.stride())}", "a contiguous mask")
+
+
+def table_values(
+    table: torch.Tensor, row_ids: torch.Tensor, prefix_lens: torch.Tensor, ends: torch.Tensor, page_size: int
+) -> None:
+    """Lengths, row ids and the table's width, all on the CPU; the table is asked for positions below `ends[r]`."""
+    if (r := first_row(prefix_lens < 0)) is not None:
+        raise ArgumentError("prefix_lens", f"{int(prefix_lens[r])} for request {r}", "0 or more")
+    rows, width = table.shape
+    if (r := first_row((row_ids < 0) | (row_ids >= rows))) is not None:
+        raise ArgumentError("row_ids", f"{int(row_ids[r])} for request {r}", f"a row of table: 0 to {rows - 1}")
+    pages = (ends + page_size - 1) // page_size
+    if (r := first_row(pages > width)) is not None:
+        raise ArgumentError("table", f"{width} columns", f"{int(pages[r])} or more: request {r} ends at position {int(ends[r])}")
+
+
+def mask_values(mask: torch.Tensor, mask_offsets: torch.Tensor, prefix_lens: torch.Tensor, width: int) -> None:
+    """Offsets of a full_mask, on the CPU: room for W rows of L + W entries a request, all inside the mask."""
+    starts, stops = mask_offsets[:-1], mask_offsets[1:]
+    short = stops - starts < width * (prefix_lens.long() + width)
+    if (r := first_row((starts < 0) | short)) is not None:
+        raise ArgumentError("mask_offsets", f"{int(starts[r])} to {int(stops[r])} for request {r}", "W rows of L + W entries")
+    if len(stops) and int(stops.max()) > len(mask):
+        raise ArgumentError("mask", f"{len(mask)} entries", f"{int(stops.max())} or more: mask_offsets reaches so far")

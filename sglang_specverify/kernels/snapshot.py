@@ -10,6 +10,15 @@ import torch
 
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
+from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
+
+#: Entries that a program copies at once: 8 a thread.
+_BLOCK = 1024
+
+#: Programs of a launch, and the fewest that a row has: a context of a million tokens must not launch a thousand programs
+#: for each of a thousand short requests.
+_PROGRAMS = 4096
+_ROW_PROGRAMS = 8
 
 
 @torch.no_grad()
@@ -58,6 +67,12 @@ def snapshot_table(
     if batch == 0:
         return out
 
+    # Any other device, "meta" among them, takes the plain PyTorch below, which waits for none.
+    triton = device.type in ("cpu", "cuda") and uses_triton(device)
+    if triton and not checks.on_cpu(out):
+        snapshot_table_launch(req_to_token, req_pool_indices, seq_lens, page_size, slot_map, out, arch_of(device)).run()
+        return out
+
     pages = (seq_lens.long() + page_size - 1) // page_size
     if checks.on_cpu(out):
         _check_lengths(seq_lens, pages, context, width)
@@ -74,9 +89,55 @@ def snapshot_table(
         slots = slot_map[slots.clamp(0, len(slot_map) - 1)].long() if len(slot_map) else slots
     if checks.on_cpu(out):
         _check_slots("slot_map" if slot_map is not None else "req_to_token", slots, wanted, None, page_size)
+    if triton:
+        # In the interpreter, after all checks; what they computed is not used.
+        snapshot_table_launch(req_to_token, req_pool_indices, seq_lens, page_size, slot_map, out, arch_of(device)).run()
+        return out
     target = out[:batch, : len(column)]
     target.copy_(torch.where(wanted, slots // page_size, target))
     return out
+
+
+def snapshot_table_launch(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    slot_map: torch.Tensor | None,
+    out: torch.Tensor,
+    arch: str,
+) -> Launch:
+    """The one launch that computes `snapshot_table` on checked arguments."""
+    import triton
+
+    from sglang_specverify.kernels.snapshot_kernel import snapshot_table_kernel
+
+    # An empty map maps nothing, and clamping a slot into it would read beside it.
+    slot_map = None if slot_map is None or len(slot_map) == 0 else slot_map
+    batch, width = len(seq_lens), min(out.shape[1], -(-req_to_token.shape[1] // page_size))
+    blocks = triton.cdiv(width, _BLOCK)
+    return Launch(
+        kernel=snapshot_table_kernel,
+        grid=(batch, min(blocks, max(_ROW_PROGRAMS, triton.cdiv(_PROGRAMS, max(batch, 1)))), 1),
+        arguments={
+            "req_to_token": req_to_token,
+            "req_pool_indices": req_pool_indices,
+            "seq_lens": seq_lens,
+            "slot_map": slot_map,
+            "out": out,
+            "width": width,
+            "slot_count": 0 if slot_map is None else len(slot_map),
+            "source_row": req_to_token.stride(0),
+            "source_column": req_to_token.stride(1),
+            "indices_stride": req_pool_indices.stride(0),
+            "lens_stride": seq_lens.stride(0),
+            "map_stride": 0 if slot_map is None else slot_map.stride(0),
+            "out_row": out.stride(0),
+            "out_column": out.stride(1),
+        },
+        constants={"PAGE_SIZE": page_size, "HAS_SLOT_MAP": slot_map is not None, "BLOCK": _BLOCK},
+        options={"num_warps": 2 if arch.startswith("gfx") else 4},
+    )
 
 
 def _check_lengths(seq_lens: torch.Tensor, pages: torch.Tensor, context: int, width: int) -> None:

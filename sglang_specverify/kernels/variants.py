@@ -1,13 +1,53 @@
-"""Which implementation of an operation serves a call."""
+"""Which implementation of an operation serves a call, as a pure function that gives its reason."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 
 #: Every implementation in this version, by the name that `variant` takes.
-VARIANTS = ("reference",)
+#: reference: FP64, plain PyTorch. fused: one kernel over prefix and drafts. fused_split: the same, with the prefix divided
+#: over programs by a plan.
+VARIANTS = ("reference", "fused", "fused_split")
+
+#: Below this many keys a prefix is not worth dividing: `plan.MIN_CHUNK` for each of two parts.
+SHORT_PREFIX = 512
+
+
+@dataclass(frozen=True)
+class VariantFacts:
+    """What the choice depends on; nothing in it is read from the device.
+
+    Attributes:
+        device: type of q's device: "cpu", "cuda", "meta".
+        interpreting: Triton's interpreter is on.
+        capturing: a graph is being captured on this thread's stream.
+        refusal: why the fused kernel cannot take the call, or None.
+        programs: programs of the fused kernel without a split: row tiles times KV heads times requests.
+        fill: programs that the device runs at once.
+        longest: keys that a table row can hold, an upper bound of every L.
+        divided: whether the caller's plan divides prefixes; None where no plan came.
+        deterministic: rows must not depend on the rest of the batch.
+    """
+
+    device: str
+    interpreting: bool = False
+    capturing: bool = False
+    refusal: str | None = None
+    programs: int = 1
+    fill: int = 1
+    longest: int = 1 << 30
+    divided: bool | None = None
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that serves, and why."""
+
+    name: str
+    reason: str
 
 
 def check_variant(variant: str) -> None:
@@ -16,29 +56,54 @@ def check_variant(variant: str) -> None:
         raise ArgumentError("variant", repr(variant), ", ".join(("auto", *VARIANTS)))
 
 
-def choose_variant(variant: str, device: torch.device) -> str:
-    """The implementation that serves a call on `device`.
-
-    On a CPU "auto" is the reference. Elsewhere the reference runs only where asked for by name, since it waits for the
-    device several times a request.
+def choose_variant(variant: str, facts: VariantFacts) -> Choice:
+    """The implementation that serves a call.
 
     Raises:
         ArgumentError: no such variant.
-        SpecverifyError: it cannot serve this device, or a graph is being captured.
+        SpecverifyError: the one named cannot serve, or "auto" finds none.
     """
     check_variant(variant)
-    if device.type == "cpu":
-        return "reference"
     if variant == "auto":
-        raise SpecverifyError(
-            f"no kernel for {device.type} is in this version; variants: {', '.join(VARIANTS)}",
-            'pass variant="reference" for the slow FP64 reference (eager only), or CPU tensors',
+        return _choose(facts)
+    refusal = refusal_of(variant, facts)
+    if refusal is not None:
+        raise SpecverifyError(f"variant {variant} cannot serve this call: {refusal}", "name another variant, or pass auto")
+    return Choice(variant, "asked for by name")
+
+
+def refusal_of(variant: str, facts: VariantFacts) -> str | None:
+    """Why `variant` cannot serve, or None."""
+    if variant == "reference":
+        if facts.device == "meta":
+            return "it needs values, and meta tensors hold none"
+        if facts.capturing:
+            return "it reads lengths on the host and cannot be captured into a graph"
+        return None
+    if facts.device == "cpu" and not facts.interpreting:
+        return "its tensors lie on the CPU and Triton's interpreter is off: set TRITON_INTERPRET=1 before triton is imported"
+    if facts.device not in ("cpu", "cuda"):
+        return f"it runs on cuda, and on cpu in Triton's interpreter, not on {facts.device}"
+    if facts.divided is not None and facts.divided != (variant == "fused_split"):
+        return f"a plan came that {'divides' if facts.divided else 'does not divide'} prefixes"
+    return facts.refusal
+
+
+def _choose(facts: VariantFacts) -> Choice:
+    refusal = refusal_of("fused" if facts.divided is False else "fused_split", facts)
+    if refusal is not None:
+        if facts.device == "cpu":
+            return Choice("reference", f"on a CPU: {refusal}")
+        # On a GPU nobody is served by the slow reference unasked.
+        raise SpecverifyError(f"no kernel serves this call: {refusal}", 'change what it names, or pass variant="reference"')
+    if facts.divided is not None:
+        return (
+            Choice("fused_split", "the plan divides prefixes") if facts.divided else Choice("fused", "the plan divides nothing")
         )
-    if device.type == "meta":
-        raise SpecverifyError("variant reference needs values, and meta tensors hold none", "pass tensors that hold data")
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise SpecverifyError(
-            "variant reference reads lengths on the host and cannot be captured into a graph",
-            "call it outside the capture, or switch graphs off",
-        )
-    return "reference"
+    if facts.deterministic:
+        return Choice("fused_split", "deterministic: the split follows each request's own length")
+    if facts.longest <= SHORT_PREFIX:
+        return Choice("fused", f"a table row holds {facts.longest} keys at most, too few to divide")
+    if 2 * facts.programs > facts.fill:
+        return Choice("fused", f"{facts.programs} programs for {facts.fill} at once: the device is filled without a split")
+    return Choice("fused_split", f"{facts.programs} programs for {facts.fill} at once: the prefix is divided")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_specverify.kernels.arguments import DraftArguments, Scale, VerifyArguments, check_draft_decode, check_verify
-from sglang_specverify.kernels.reference import Result, run_draft_decode, run_verify
-from sglang_specverify.kernels.variants import choose_variant
+from sglang_specverify.kernels.reference import Result
+from sglang_specverify.kernels.run import run
 
 
 def verify_attention(
@@ -49,7 +49,8 @@ def verify_attention(
         q: [T, Hq, D] bf16, fp16, fp32 or fp64, any row and head stride, last stride 1. Request r has rows r*W to
             (r+1)*W - 1, or `q_offsets[r]` to `q_offsets[r+1] - 1`; rows past the last request are padding.
         k_cache, v_cache: [slots, Hkv, D] and [slots, Hkv, Dv] in a type of q or FP8, last stride 1. Hkv divides Hq.
-            A slot is read only if some row sees it, and NaN or Inf in it reaches only the rows that see it.
+            A slot is read only if some row sees it. NaN or Inf in it reaches the rows that see it and no other request; in
+            the V of a draft it may reach other rows of its request, which the fused kernels compute in the same tile.
         table: int32 [rows, width]. Position p of request r is at slot `table[row_ids[r], p]`; with page_size P > 1
             the entry is a page id, `table[row_ids[r], p // P]`, and the slot is id * P + p % P. Entries that no
             position below L + W needs may be -1.
@@ -97,8 +98,7 @@ def verify_attention(
         v_scale=v_scale, sm_scale=sm_scale, deterministic=deterministic, out=out, lse=lse, return_lse=return_lse,
     )  # fmt: skip
     problem = check_verify(arguments)
-    choose_variant(variant, problem.device)
-    return run_verify(arguments, problem)
+    return run(arguments, problem, variant, plan, workspace)
 
 
 def draft_decode_attention(
@@ -150,5 +150,4 @@ def draft_decode_attention(
         return_lse=return_lse,
     )  # fmt: skip
     problem = check_draft_decode(arguments)
-    choose_variant(variant, problem.device)
-    return run_draft_decode(arguments, problem)
+    return run(arguments, problem, variant, plan, workspace)

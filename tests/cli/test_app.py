@@ -13,7 +13,7 @@ import typer
 from sglang_specverify import __version__
 from tests.cli.conftest import Run
 
-COMMANDS = ("doctor", "explain", "env", "serve", "demo")
+COMMANDS = ("doctor", "explain", "env", "serve", "demo", "tune")
 
 
 def test_help_names_every_command(run: Run) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import os
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -23,8 +25,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("sglang_specverify", "cpu", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("sglang_specverify", "configs", "cpu", "tests"):
+        # The launch tables are a link into configs/, and stay one here as in a checkout.
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     out = copy.parent / "out"
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-build-isolation", "--no-deps"]
     done = subprocess.run([*command, "-w", str(out), str(copy)], capture_output=True, text=True)
@@ -46,6 +49,32 @@ def test_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     assert "sglang_specverify/py.typed" in packed
     assert {name.split("/")[0] for name in packed} == {"sglang_specverify"}
     assert not [name for name in wheel.namelist() if "sgl_kernel" in name]
+
+
+def test_holds_every_launch_table_as_a_file(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    shipped = {path.name: path.read_bytes() for path in (ROOT / "configs" / "kernels").glob("*.json")}
+    assert len(shipped) >= 6
+    prefix = "sglang_specverify/kernels/configs/"
+    packed = [info for info in wheel.infolist() if info.filename.startswith(prefix) and not info.is_dir()]
+    assert {info.filename.removeprefix(prefix): wheel.read(info) for info in packed} == shipped
+    assert not any(stat.S_ISLNK(info.external_attr >> 16) for info in packed)
+
+    # Read from the wheel's own files, as an installed package does.
+    wheel.extractall(tmp_path)
+    script = (
+        "from sglang_specverify.kernels import tables; print(tables.__file__, *map(tables.read, tables.shipped()), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    module, *read = done.stdout.splitlines()
+    assert module == str(tmp_path / "sglang_specverify" / "kernels" / "tables.py")
+    assert [line.split("'")[1] for line in read] == sorted(name.removesuffix(".json") for name in shipped)
 
 
 def test_entry_points(wheel: zipfile.ZipFile) -> None:

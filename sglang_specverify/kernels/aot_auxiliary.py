@@ -1,0 +1,127 @@
+"""Launches beside attention itself to compile ahead of time: plan, snapshot, merge, compaction, gather suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_specverify.kernels.aot_cases import CACHES, DIMS, cache_type, meta
+from sglang_specverify.kernels.compact import CompactArguments, compact_visible_slots_launch
+from sglang_specverify.kernels.gather_suffix import SuffixArguments, gather_suffix_merge_launch
+from sglang_specverify.kernels.launch import Launch, LaunchConfig
+from sglang_specverify.kernels.merge import merge_states_launch
+from sglang_specverify.kernels.plan import Masks, Plan, Shape, Tree, plan_launch, with_buffer
+from sglang_specverify.kernels.snapshot import snapshot_table_launch
+
+_BATCH, _CONTEXT = 32, 1 << 17
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """A launch with its name; `matrix` says whether it multiplies matrices."""
+
+    name: str
+    launch: Launch
+    matrix: bool = False
+
+
+def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
+    """Every auxiliary kernel on `arch`; with `short` one launch each, and the gather suffix once for each head dim."""
+    for build in (_plans, _snapshots, _merges, _compactions):
+        made = list(build(arch))
+        yield from made[:1] if short else made
+    for number, dims in enumerate(DIMS):
+        yield from _suffixes(
+            arch, dims, (("bf16", "e4m3")[number % 2],) if short else CACHES, (True,) if short else (False, True)
+        )
+
+
+def _plans(arch: str) -> Iterator[Auxiliary]:
+    config, w = LaunchConfig(block_m=16, block_n=64, num_warps=4, num_stages=2), 8
+    for batch, window, deterministic, kind in (
+        (_BATCH, -1, False, "full_mask ragged"),
+        (_BATCH, -1, False, ""),
+        (_BATCH, 4096, True, "qlen_only"),
+        (1, -1, True, ""),
+        (1, 4096, False, "full_mask"),
+        (1024, -1, False, "qlen_only"),
+        (1024, 4096, True, "full_mask"),
+    ):
+        shape = Shape(rows=16, kv_heads=8, v_head_dim=128, config=config, programs=264, deterministic=deterministic)
+        lens, full = meta(batch, dtype=torch.int32), kind.startswith("full_mask")
+        tree = Tree(batch * w, -(-w // 64) + 1) if kind else None
+        masks = Masks(
+            mask=meta(1 << 20, dtype=torch.bool) if full else meta(batch, w, w, dtype=torch.bool),
+            full=full,
+            offsets=meta(batch + 1, dtype=torch.int64) if full else None,
+            q_offsets=meta(batch + 1, dtype=torch.int32) if "ragged" in kind else None,
+            queries=w,
+        )
+        plan = with_buffer(Plan(lens, batch, shape, window, True, tree), lens.device, None)
+        name = f"{arch} plan batch{batch}{' window' * (window >= 0)}{' deterministic' * deterministic} {kind or 'chain'}"
+        yield Auxiliary(name, plan_launch(lens, lens, plan, masks if kind else None))
+
+
+def _snapshots(arch: str) -> Iterator[Auxiliary]:
+    for page_size, mapped in ((1, False), (64, False), (1, True), (64, True)):
+        slot_map = meta(1 << 20, dtype=torch.int64) if mapped else None
+        tensors = meta(4096, _CONTEXT, dtype=torch.int32), meta(_BATCH, dtype=torch.int64), meta(_BATCH, dtype=torch.int64)
+        out = meta(_BATCH, _CONTEXT // page_size, dtype=torch.int32)
+        launch = snapshot_table_launch(*tensors, page_size, slot_map, out, arch)
+        yield Auxiliary(f"{arch} snapshot page{page_size}{' map' * mapped}", launch)
+
+
+def _merges(arch: str) -> Iterator[Auxiliary]:
+    for dtype in (torch.bfloat16, torch.float16):
+        for _, dim in DIMS:
+            outs = [meta(_BATCH, 32, dim, dtype=dtype) for _ in range(3)]
+            lses = [meta(_BATCH, 32, dtype=torch.float32) for _ in range(3)]
+            launch = merge_states_launch(outs[0], lses[0], outs[1], lses[1], outs[2], lses[2], arch)
+            yield Auxiliary(f"{arch} merge d{dim} {str(dtype).removeprefix('torch.')}", launch)
+
+
+def _compactions(arch: str) -> Iterator[Auxiliary]:
+    for width in (64, 4, 256):
+        for full in (False, True):
+            for mapped in (False, True):
+                a = CompactArguments(
+                    mask=meta(_BATCH * width * width, dtype=torch.uint8),
+                    mask_offsets=meta(_BATCH + 1, dtype=torch.int64) if full else None,
+                    table=meta(_BATCH, _CONTEXT, dtype=torch.int32),
+                    row_ids=meta(_BATCH, dtype=torch.int32),
+                    prefix_lens=meta(_BATCH, dtype=torch.int32),
+                    width=width,
+                    num_rows=meta(1, dtype=torch.int32) if mapped else _BATCH * width,
+                    page_size=64 if mapped else 1,
+                    slot_map=meta(1 << 20, dtype=torch.int64) if mapped else None,
+                    out_slots=meta(_BATCH * width, width, dtype=torch.int32),
+                    out_lens=meta(_BATCH * width, dtype=torch.int32),
+                )
+                name = f"{arch} compact W{width} {'full_mask' if full else 'qlen_only'}{' page64 map' * mapped}"
+                yield Auxiliary(name, compact_visible_slots_launch(a, arch))
+
+
+def _suffixes(arch: str, dims: tuple[int, int], caches: tuple[str, ...], extras: tuple[bool, ...]) -> Iterator[Auxiliary]:
+    """`extras`: whether with a soft cap, sinks, scales, a group that is no power of two and several blocks of slots."""
+    for cache in caches:
+        dtype = torch.float16 if cache == "fp16" else torch.bfloat16
+        for extra in extras:
+            heads = 40 if extra else 32
+            a = SuffixArguments(
+                q=meta(2048, heads, dims[0], dtype=dtype),
+                k_cache=meta(1 << 16, 8, dims[0], dtype=cache_type(cache, arch)),
+                v_cache=meta(1 << 16, 8, dims[1], dtype=cache_type(cache, arch)),
+                suffix_slots=meta(2048, 64 if extra else 9, dtype=torch.int32),
+                suffix_lens=meta(2048, dtype=torch.int32),
+                prefix_out=meta(2048, heads, dims[1], dtype=dtype),
+                prefix_lse=meta(2048, heads, dtype=torch.float32),
+                k_scale=meta(8, dtype=torch.float32) if extra else 1.0,
+                v_scale=meta(8, dtype=torch.float32) if extra else 1.0,
+                sm_scale=None,
+                softcap=30.0 if extra else 0.0,
+                sinks=meta(heads, dtype=torch.float32) if extra else None,
+            )
+            name = f"{arch} gather_suffix d{'x'.join(map(str, dict.fromkeys(dims)))} {cache}{' softcap sinks scales' * extra}"
+            yield Auxiliary(name, gather_suffix_merge_launch(a, arch), matrix=True)

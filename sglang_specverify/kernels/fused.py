@@ -1,0 +1,229 @@
+"""Builds the launch of the fused kernel from the arguments of a call; `fused_kernel.py` holds the kernel and its formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_specverify.errors import ArgumentError
+from sglang_specverify.kernels import checks
+from sglang_specverify.kernels.arguments import CommonArguments, DraftArguments, Problem, Scale, VerifyArguments
+from sglang_specverify.kernels.launch import Launch, LaunchConfig
+from sglang_specverify.kernels.plan import Plan, Tree, padded
+
+LOG2_E = math.log2(math.e)
+_KINDS = {"chain": 0, "qlen_only": 1, "full_mask": 1, "branches": 2}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A plan that divides, and the scratch that its parts need."""
+
+    plan: Plan
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+
+def check_plan(plan: Plan, problem: Problem, *, deterministic: bool) -> None:
+    """Raises `ArgumentError` for a plan that was made for another call."""
+    shape = plan.shape
+    tree = tree_of(problem)
+    names = "(bs, packed rows, Hkv, Dv, window, deterministic, tree)"
+    wanted = (problem.batch, packed_rows(problem), problem.kv_heads, problem.v_head_dim, problem.window, deterministic, tree)
+    has = (plan.batch, shape.rows, shape.kv_heads, shape.v_head_dim, plan.window, shape.deterministic, plan.tree)
+    if wanted != has:
+        raise ArgumentError("plan", f"a plan made for {names} = {has}", f"one made for this call's {wanted}")
+    if plan.buffer.device != problem.device:
+        raise ArgumentError("plan", f"a plan on {plan.buffer.device}", f"one on q's device, {problem.device}")
+
+
+def tree_of(problem: Problem) -> Tree | None:
+    """The size of a call's packed masks."""
+    if problem.kind not in ("qlen_only", "full_mask"):
+        return None
+    rows = problem.rows if problem.ragged else problem.batch * (problem.queries or 1)
+    return Tree(rows, -(-(problem.queries or 1) // 64) + 1)
+
+
+def split_of(plan: Plan, workspace: torch.Tensor | None, device: torch.device) -> Split:
+    """`plan` with its scratch cut from `workspace`, a new one where that is None.
+
+    Raises:
+        ArgumentError: a workspace of another type or device, or too small.
+    """
+    shape = plan.shape
+    size = shape.workspace_bytes(plan.batch)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    checks.tensor("workspace", workspace, (f">= {size}",), (torch.uint8,), device)
+    misaligned = device.type != "meta" and workspace.data_ptr() % 16 != 0
+    if workspace.numel() < size or not workspace.is_contiguous() or misaligned:
+        came = f"{workspace.numel()} bytes" + (", not at a multiple of 16" if misaligned else "")
+        raise ArgumentError("workspace", came, f"{size} contiguous bytes or more, at a multiple of 16")
+    tiles = shape.partial_tiles(plan.batch) * shape.config.block_m
+    outs = tiles * padded(shape.v_head_dim) * 4
+    return Split(plan, workspace[:outs].view(torch.float32), workspace[outs : outs + tiles * 4].view(torch.float32))
+
+
+def packed_rows(problem: Problem) -> int:
+    """Query rows of a KV head: those of a request times the heads that share it."""
+    return (problem.queries or 1) * problem.group
+
+
+def fused_launch(
+    a: VerifyArguments | DraftArguments,
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: LaunchConfig,
+    arch: str,
+    *,
+    plan: Plan | None = None,
+    split: Split | None = None,
+    merge: bool = False,
+) -> Launch:
+    """The launch that serves a checked call.
+
+    Args:
+        out, lse: written in place; with `merge` they hold the prefix's result, and no prefix is read.
+        plan: the step's metadata; needed for a tree, whose bits it holds.
+        split: divide the prefix as the plan says.
+    """
+    from sglang_specverify.kernels.fused_kernel import verify_attention_kernel
+
+    verify = a if isinstance(a, VerifyArguments) else None
+    draft = a if isinstance(a, DraftArguments) else None
+    tiles = -(-packed_rows(problem) // config.block_m)
+    k_scale, k_factor = _scale(a.k_scale)
+    v_scale, v_factor = _scale(a.v_scale)
+    capped = problem.softcap > 0
+    scale = problem.sm_scale * k_factor * (2.0 / problem.softcap if capped else 1.0) * LOG2_E
+    queries = problem.queries or 1
+    tree = tree_of(problem)
+    windowed = problem.window >= 0
+    positions = verify.positions if verify is not None and windowed and problem.kind != "chain" else None
+    slots = None if draft is None else draft.draft_slots
+    return Launch(
+        kernel=verify_attention_kernel,
+        grid=(tiles, problem.kv_heads, problem.batch if split is None else split.plan.capacity),
+        arguments={
+            "q": a.q,
+            "k": a.k_cache,
+            "v": a.v_cache,
+            "table": a.table,
+            "row_ids": a.row_ids,
+            "prefix_lens": a.prefix_lens,
+            "q_offsets": None if verify is None else verify.q_offsets,
+            "slot_map": a.slot_map,
+            "tree_bits": None if plan is None else plan.bits,
+            "tree_seen": None if plan is None else plan.seen,
+            "positions": positions,
+            "draft_slots": slots,
+            "sinks": a.sinks,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "out": out,
+            "lse": lse,
+            "plan": None if split is None else split.plan.buffer,
+            "partial_out": None if split is None else split.partial_out,
+            "partial_lse": None if split is None else split.partial_lse,
+            "queries": queries,
+            "tree_words": 1 if tree is None else tree.words,
+            "branch_keys": 1 if draft is None else draft.step + 1,
+            "window": problem.window,
+            "scale": scale,
+            "softcap": problem.softcap * LOG2_E,
+            "out_scale": v_factor,
+            **_strides(a, out, lse, slots),
+            "counters_at": 0 if split is None else split.plan.counters_at,
+        },
+        constants={
+            "KIND": _KINDS[problem.kind],
+            "RAGGED": problem.ragged,
+            "GROUP": problem.group,
+            "D": problem.head_dim,
+            "DV": problem.v_head_dim,
+            "PAGE_SIZE": problem.page_size,
+            "HAS_SLOT_MAP": a.slot_map is not None,
+            "HAS_WINDOW": windowed,
+            "HAS_SOFTCAP": capped,
+            "HAS_SINKS": a.sinks is not None,
+            "HAS_LSE": lse is not None,
+            "K_SCALE": _scale_mode(k_scale),
+            "V_SCALE": _scale_mode(v_scale),
+            "SPLIT": split is not None,
+            "MERGE": merge,
+            # A loop of its own for what needs no mask pays where the prefix is long; a window masks everything.
+            "PEEL": bool(config.peel) and not merge and not windowed,
+            "SIGNED": k_scale is not None or scale <= 0.0,
+            "AHEAD": config.max_registers == 0,
+            # Parts that the combining program reads at once: as many as some 96 registers a thread hold.
+            "COMBINE": max(1, min(8, 96 * 32 * config.num_warps // (config.block_m * padded(problem.v_head_dim)))),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_D": padded(problem.head_dim),
+            "BLOCK_DV": padded(problem.v_head_dim),
+        },
+        options=config.options(arch),
+    )
+
+
+def _strides(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None, slots: torch.Tensor | None) -> dict[str, int]:
+    return {
+        "q_row": a.q.stride(0),
+        "q_head": a.q.stride(1),
+        "k_slot": a.k_cache.stride(0),
+        "k_head": a.k_cache.stride(1),
+        "v_slot": a.v_cache.stride(0),
+        "v_head": a.v_cache.stride(1),
+        "table_stride": a.table.stride(0),
+        "draft_row": 0 if slots is None else slots.stride(0),
+        "draft_branch": 0 if slots is None else slots.stride(1),
+        "draft_step": 1 if slots is None else slots.stride(2),
+        "out_row": out.stride(0),
+        "out_head": out.stride(1),
+        "lse_row": 0 if lse is None else lse.stride(0),
+        "lse_head": 0 if lse is None else lse.stride(1),
+    }
+
+
+def _scale(value: Scale) -> tuple[torch.Tensor | None, float]:
+    """A tensor to read on the device, or a number to fold in."""
+    return (value, 1.0) if isinstance(value, torch.Tensor) else (None, float(value))
+
+
+def _scale_mode(value: torch.Tensor | None) -> Any:
+    return 0 if value is None else 1 if value.numel() == 1 else 2
+
+
+def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) -> str | None:
+    """Why the fused kernel does not serve a checked call on `arch` ("none": the interpreter), or None."""
+    half = (torch.bfloat16, torch.float16, torch.float32)
+    if a.q.dtype not in half:
+        return f"q is {checks.names((a.q.dtype,))}, and it takes {checks.names(half)}"
+    for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
+        if cache.dtype != a.q.dtype and cache.dtype not in checks.FP8:
+            return f"{name} is {checks.names((cache.dtype,))}, and it takes q's type or FP8"
+        if cache.dtype in checks.FP8 and arch != "none" and not _fp8_runs(cache.dtype, arch):
+            return f"{name} is {checks.names((cache.dtype,))}, which {arch} does not convert"
+    if max(problem.head_dim, problem.v_head_dim) > 256:
+        return f"head dims {problem.head_dim} and {problem.v_head_dim}, and it takes 256 at most"
+    if problem.ragged and problem.queries is None:
+        return "q_offsets came without num_draft_tokens, the most rows of a request, which sets the grid"
+    if problem.out_dtype == torch.float64 or (a.lse is not None and a.lse.dtype != torch.float32):
+        return "FP64 outputs, and it computes in FP32"
+    return None
+
+
+def _fp8_runs(dtype: torch.dtype, arch: str) -> bool:
+    fnuz = dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    if arch == "gfx942":
+        return fnuz or dtype == torch.float8_e5m2
+    if arch.startswith("gfx"):
+        return not fnuz
+    if dtype == torch.float8_e5m2:
+        return True
+    return not fnuz and arch not in ("sm_80", "sm_86", "sm_87")

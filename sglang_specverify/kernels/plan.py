@@ -1,0 +1,242 @@
+"""A step's metadata for the fused kernel: made on the device by one launch, shared by all layers of the step.
+
+It divides the prefixes over programs: a list of work items (a request and a part of its prefix; the last part takes the
+drafts too) and a counter for each row tile of each request and KV head. With N program slots for each pair of row tile and
+KV head, parts are at least (sum of L) / N long, so that there are at most N + bs items, and at most 2 N of them belong to
+a request with more than one: that bounds the buffers without knowing a length. In deterministic mode the number of parts
+depends on the request's own length only. And it packs the tree masks into bits.
+
+    buffer (int32):  items [capacity, 8] | counters [bs, Hkv, row tiles] | bits [rows, words] | seen [bs, 64 words]
+
+Bits are int64 and begin at the prefix's last multiple of 64: bit b of word w is the key at index L // 64 * 64 + 64 w + b, so that
+tiles of keys need no shift. `seen` is one byte a key: whether some row of the request sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang_specverify.errors import ArgumentError
+from sglang_specverify.kernels import checks
+from sglang_specverify.kernels.launch import Launch, LaunchConfig
+
+#: int32 words of an item: request (-1: none), first key, one past the last, number of the part, parts, first partial, L, and
+#: the row of the table.
+ITEM_WORDS = 8
+
+#: Boundaries of parts are multiples of this, and so of every block of keys.
+ALIGN = 128
+
+#: A shorter part costs more in combining than it saves.
+MIN_CHUNK = 256
+
+#: In deterministic mode a prefix up to this long is one part.
+DETERMINISTIC_CHUNK = 1024
+
+#: What a program costs beside its keys, in keys: launch, loading Q, drafts, writing its part. Measured on SM90.
+OVERHEAD_KEYS = 192.0
+
+#: Most programs that a plan aims to fill, for each multiprocessor.
+MAX_CTAS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan and its workspace depend on, beside the batch.
+
+    Attributes:
+        rows: packed query rows of a KV head: W (or topk) times query heads per KV head.
+        kv_heads: KV heads.
+        v_head_dim: columns of V.
+        config: launch configuration of the kernel that will follow the plan.
+        programs: programs that run at once.
+        deterministic: parts by the request's own length only.
+    """
+
+    rows: int
+    kv_heads: int
+    v_head_dim: int
+    config: LaunchConfig
+    programs: int
+    deterministic: bool
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.config.block_m)
+
+    @property
+    def slots(self) -> float:
+        """Program slots for each pair of row tile and KV head."""
+        return self.programs / (self.row_tiles * self.kv_heads)
+
+    @property
+    def max_splits(self) -> int:
+        """Parts of a prefix in deterministic mode: fewer where a part has many rows, which bounds the scratch."""
+        return max(1, min(16, 512 // (self.row_tiles * self.config.block_m)))
+
+    def capacity(self, batch: int) -> int:
+        """Items that a batch may need."""
+        return batch * self.max_splits if self.deterministic else batch + math.ceil(self.slots)
+
+    def partials(self, batch: int) -> int:
+        """Parts of divided prefixes that a batch may have, for each pair of row tile and KV head."""
+        return batch * self.max_splits if self.deterministic else 2 * math.ceil(self.slots)
+
+    def counters(self, batch: int) -> int:
+        return batch * self.kv_heads * self.row_tiles
+
+    def partial_tiles(self, batch: int) -> int:
+        return self.partials(batch) * self.kv_heads * self.row_tiles
+
+    def workspace_bytes(self, batch: int) -> int:
+        """Bytes of scratch: an FP32 output tile and an FP32 LSE for each partial tile."""
+        return self.partial_tiles(batch) * self.config.block_m * (padded(self.v_head_dim) + 1) * 4
+
+
+def padded(dim: int) -> int:
+    """A head dim as the kernel holds it: the next power of two, 16 at least."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The size of packed masks: `rows` query rows in all, `words` int64 words each."""
+
+    rows: int
+    words: int
+
+    def size(self, batch: int) -> int:
+        """int32 entries: two for each word, and sixteen for the bytes of a request's word."""
+        return (2 * self.rows + 16 * batch) * self.words
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step's metadata in device memory; made by `plan_verify_attention`, used by every layer of the step.
+
+    Attributes:
+        buffer: int32, see the module. The kernel counts in it and leaves the counters at 0.
+        batch: requests it was made for.
+        shape: what it was made for; a call of another shape refuses it.
+        window: the window it was made for.
+        divides: whether prefixes are divided; without it there are no items and no counters.
+        tree: the size of the packed masks, None for chains and branches.
+    """
+
+    buffer: torch.Tensor
+    batch: int
+    shape: Shape
+    window: int
+    divides: bool
+    tree: Tree | None
+
+    @property
+    def capacity(self) -> int:
+        return self.shape.capacity(self.batch) if self.divides else 0
+
+    @property
+    def counters_at(self) -> int:
+        return self.capacity * ITEM_WORDS
+
+    @property
+    def bits_at(self) -> int:
+        end = self.counters_at + (self.shape.counters(self.batch) if self.divides else 0)
+        # To 16 bytes, which the kernels' loads of it rely on.
+        return -(-end // 4) * 4
+
+    @property
+    def words(self) -> int:
+        """int32 entries that the buffer needs."""
+        return self.bits_at + (0 if self.tree is None else self.tree.size(self.batch))
+
+    @property
+    def bits(self) -> torch.Tensor | None:
+        """int64 [rows * words]."""
+        if self.tree is None:
+            return None
+        return self.buffer[self.bits_at :][: 2 * self.tree.rows * self.tree.words].view(torch.int64)
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """uint8 [bs * words * 64]."""
+        if self.tree is None:
+            return None
+        start = self.bits_at + 2 * self.tree.rows * self.tree.words
+        return self.buffer[start:][: 16 * self.batch * self.tree.words].view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks of a step's trees, as `verify_attention` takes them."""
+
+    mask: torch.Tensor
+    full: bool
+    offsets: torch.Tensor | None
+    q_offsets: torch.Tensor | None
+    queries: int
+
+
+def with_buffer(plan: Plan, device: torch.device, out: torch.Tensor | None) -> Plan:
+    """`plan` over `out`, a new buffer where that is None; not filled yet.
+
+    Raises:
+        ArgumentError: a buffer of another type or device, or too small.
+    """
+    if out is None:
+        out = torch.empty(plan.words, dtype=torch.int32, device=device)
+    checks.tensor("out", out, (f">= {plan.words}",), (torch.int32,), device)
+    misaligned = device.type != "meta" and out.data_ptr() % 16 != 0
+    if len(out) < plan.words or not out.is_contiguous() or misaligned:
+        came = f"{len(out)} entries with strides {list(out.stride())}" + (", not at a multiple of 16 bytes" if misaligned else "")
+        raise ArgumentError("out", came, f"{plan.words} or more, contiguous, at a multiple of 16 bytes")
+    return replace(plan, buffer=out)
+
+
+def plan_launch(prefix_lens: torch.Tensor, row_ids: torch.Tensor, plan: Plan, masks: Masks | None = None) -> Launch:
+    """The launch that fills `plan.buffer`: for each request one program that divides and one for each word of its masks."""
+    from sglang_specverify.kernels.plan_kernel import plan_kernel
+
+    shape, batch = plan.shape, plan.batch
+    block = max(16, 1 << (batch - 1).bit_length()) if batch else 16
+    words = 0 if plan.tree is None else plan.tree.words
+    return Launch(
+        kernel=plan_kernel,
+        grid=(batch, int(plan.divides) + words, 1),
+        arguments={
+            "prefix_lens": prefix_lens,
+            "row_ids": row_ids,
+            "plan": plan.buffer,
+            "batch": batch,
+            "capacity": plan.capacity,
+            "window": plan.window,
+            "slots": float(shape.slots),
+            "overhead": OVERHEAD_KEYS,
+            "counters_at": plan.counters_at,
+            "counters": shape.counters(1),
+            "mask": None if masks is None else masks.mask.view(torch.uint8),
+            "mask_offsets": None if masks is None else masks.offsets,
+            "q_offsets": None if masks is None else masks.q_offsets,
+            "bits": plan.bits,
+            "seen": plan.seen,
+            "queries": 0 if masks is None else masks.queries,
+            "words": words,
+        },
+        constants={
+            "SPLIT": plan.divides,
+            "TREE": plan.tree is not None,
+            "FULL_MASK": masks is not None and masks.full,
+            "RAGGED": masks is not None and masks.q_offsets is not None,
+            "HAS_WINDOW": plan.window >= 0,
+            "DETERMINISTIC": shape.deterministic,
+            "MAX_SPLITS": shape.max_splits,
+            "MIN_CHUNK": DETERMINISTIC_CHUNK if shape.deterministic else MIN_CHUNK,
+            "ALIGN": ALIGN,
+            "BLOCK_BATCH": block,
+            "BLOCK_ITEMS": 64,
+            "CANDIDATES": 16,
+        },
+        options={"num_warps": 1 if block <= 64 else 4 if block <= 256 else 8},
+    )

@@ -1,0 +1,150 @@
+"""The public side of plans: make one, and say how much scratch it needs."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_specverify.errors import ArgumentError, SpecverifyError
+from sglang_specverify.hardware import detect
+from sglang_specverify.kernels import checks
+from sglang_specverify.kernels.arguments import Problem, check_mask, kind_of
+from sglang_specverify.kernels.fused import packed_rows, tree_of
+from sglang_specverify.kernels.launch import LaunchConfig, arch_of, uses_triton
+from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, padded, plan_launch, with_buffer
+from sglang_specverify.kernels.run import config_of, programs_of, shape_of
+
+#: The largest row tile of any launch configuration.
+_MAX_BLOCK_M = 128
+
+
+def plan_verify_attention(
+    prefix_lens: torch.Tensor,
+    row_ids: torch.Tensor,
+    *,
+    num_draft_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    page_size: int = 1,
+    window: int = -1,
+    branches: bool = False,
+    q_offsets: torch.Tensor | None = None,
+    num_rows: int | None = None,
+    mask: torch.Tensor | None = None,
+    mask_layout: str = "qlen_only",
+    mask_offsets: torch.Tensor | None = None,
+    deterministic: bool = False,
+    divide: bool | None = None,
+    programs: int | None = None,
+    config: LaunchConfig | None = None,
+    out: torch.Tensor | None = None,
+) -> Plan:
+    """Make a step's metadata on the device, by one launch: the division of the prefixes and the packed tree masks.
+
+    All layers of the step whose shapes, window and mask are these share it. It reads no length on the host, so it can be
+    captured into a graph; a replay makes it anew from the lengths and masks that its tensors hold then.
+
+    Args:
+        prefix_lens: int32 or int64 [bs], L.
+        row_ids: int32 [bs], rows of the table that the calls will pass.
+        num_draft_tokens: W, or topk with `branches`; beside `q_offsets` the most that a request may have.
+        q_heads, kv_heads, head_dim, v_head_dim: of the layers; v_head_dim is head_dim where None.
+        dtype, cache_dtype: of Q and of the cache; the cache's is `dtype` where None.
+        page_size, window: as in `verify_attention`.
+        branches: the plan is for `draft_decode_attention`.
+        q_offsets: int32 [bs + 1], for ragged rows; `num_rows` then says how many rows Q has.
+        mask, mask_layout, mask_offsets: as in `verify_attention`. A call with this plan takes its mask from here.
+        deterministic: divide by each request's own length only.
+        divide: whether prefixes are divided; where None, if they would leave the device half empty.
+        programs: programs to fill; the multiprocessors times what one of them holds where None.
+        config: how the kernel is launched; from the architecture's table where None.
+        out: int32 buffer of at least `Plan.words` entries; a new one where None. Fixed addresses make it fit for graphs.
+
+    Returns:
+        the plan, over `out`.
+
+    Raises:
+        ArgumentError: an argument that does not fit; nothing was launched.
+        SpecverifyError: the tensors are where no kernel runs.
+    """
+    checks.tensor("prefix_lens", prefix_lens, ("bs",), checks.INTS)
+    device, batch = prefix_lens.device, len(prefix_lens)
+    checks.tensor("row_ids", row_ids, (batch,), (torch.int32,), device)
+    for name, value in (("num_draft_tokens", num_draft_tokens), ("q_heads", q_heads), ("kv_heads", kv_heads),
+                        ("head_dim", head_dim), ("page_size", page_size)):  # fmt: skip
+        checks.integer(name, value, 1)
+    checks.integer("window", window, -1)
+    if q_heads % kv_heads:
+        raise ArgumentError("q_heads", f"{q_heads} for {kv_heads} KV heads", "a whole number of query heads per KV head")
+    if branches and (mask is not None or q_offsets is not None):
+        raise ArgumentError("branches", "True with a mask or q_offsets", "neither: draft decode has topk rows and no mask")
+    if q_offsets is not None:
+        checks.tensor("q_offsets", q_offsets, (batch + 1,), (torch.int32,), device)
+        if num_rows is None:
+            raise ArgumentError("num_rows", "None with q_offsets", "the rows of q")
+    problem = Problem(
+        kind="branches" if branches else kind_of(mask, mask_layout),
+        batch=batch, rows=batch * num_draft_tokens if num_rows is None else num_rows, queries=num_draft_tokens,
+        ragged=q_offsets is not None, q_heads=q_heads, kv_heads=kv_heads, group=q_heads // kv_heads, head_dim=head_dim,
+        v_head_dim=v_head_dim or head_dim, page_size=page_size, window=window, softcap=0.0, sm_scale=1.0, out_dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    if batch > 0:
+        check_mask(problem, mask, mask_offsets)
+    if not uses_triton(device):
+        raise SpecverifyError(
+            f"plans are for Triton kernels, and none run on {device.type} here",
+            "use CUDA tensors, or set TRITON_INTERPRET=1 before triton is imported",
+        )
+    cache_dtype, arch = dtype if cache_dtype is None else cache_dtype, arch_of(device)
+    if divide is None:
+        whole = config or config_of("fused", arch, problem, cache_dtype, dtype, deterministic=deterministic)
+        tiles = -(-packed_rows(problem) // whole.block_m) * kv_heads * batch
+        divide = deterministic or 2 * tiles <= programs_of(device, whole)
+    if config is None:
+        config = config_of("fused", arch, problem, cache_dtype, dtype, split=divide, deterministic=deterministic)
+    shape = shape_of(problem, config, deterministic=deterministic, programs=programs)
+    plan = with_buffer(Plan(prefix_lens, batch, shape, window, divide, tree_of(problem)), device, out)
+    masks = None if mask is None else Masks(mask, mask_layout == "full_mask", mask_offsets, q_offsets, num_draft_tokens)
+    if batch > 0:
+        plan_launch(prefix_lens, row_ids, plan, masks).run()
+    return plan
+
+
+def verify_attention_workspace_size(
+    batch: int,
+    *,
+    num_draft_tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    v_head_dim: int,
+    deterministic: bool = False,
+    multiprocessors: int | None = None,
+) -> int:
+    """Bytes of scratch that no call up to these sizes exceeds, on any table. Pure arithmetic, monotone in every argument.
+
+    Args:
+        batch: requests.
+        num_draft_tokens: W, or topk.
+        q_heads, kv_heads, v_head_dim: of the layers.
+        deterministic: for deterministic calls.
+        multiprocessors: of the device; this machine's where None.
+
+    The scratch holds the parts of divided prefixes: at most 2 (programs / tiles + 1) for each of `tiles` pairs of row tile and
+    KV head, so 2 (programs + tiles) tiles of FP32 rows; deterministic, at most 512 rows or one tile of them for each KV head
+    and request, and no fewer than W needs.
+    """
+    for name, value in (("batch", batch), ("num_draft_tokens", num_draft_tokens), ("q_heads", q_heads),
+                        ("kv_heads", kv_heads), ("v_head_dim", v_head_dim)):  # fmt: skip
+        checks.integer(name, value, 0 if name == "batch" else 1)
+    if multiprocessors is None:
+        multiprocessors = max(1, detect().multiprocessors)
+    rows = num_draft_tokens * -(-q_heads // kv_heads)
+    row_bytes = (padded(v_head_dim) + 1) * 4
+    if deterministic:
+        return batch * kv_heads * (max(512, rows) + _MAX_BLOCK_M) * row_bytes
+    programs = MAX_CTAS_PER_SM * multiprocessors
+    return 2 * (programs * _MAX_BLOCK_M + (rows + _MAX_BLOCK_M) * kv_heads) * row_bytes

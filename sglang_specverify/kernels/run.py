@@ -1,0 +1,166 @@
+"""From a checked call to the implementation that serves it: facts, choice, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_specverify.errors import ArgumentError
+from sglang_specverify.hardware import detect
+from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
+from sglang_specverify.kernels.fused import check_plan, fused_launch, packed_rows, refusal, split_of, tree_of
+from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of, uses_triton
+from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, Shape, plan_launch, with_buffer
+from sglang_specverify.kernels.reference import Result, run_draft_decode, run_verify
+from sglang_specverify.kernels.tables import TableFacts, lookup
+from sglang_specverify.kernels.variants import Choice, VariantFacts, choose_variant
+
+#: Programs that Triton's interpreter plans for: few enough to be quick, enough that prefixes are divided.
+_INTERPRETED_PROGRAMS = 8
+
+
+def programs_of(device: torch.device, config: LaunchConfig) -> int:
+    """Programs that the device runs at once."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return detect().multiprocessors * min(config.ctas_per_sm, MAX_CTAS_PER_SM)
+
+
+def table_facts(
+    problem: Problem, cache_dtype: torch.dtype, q_dtype: torch.dtype, *, split: bool, deterministic: bool = False
+) -> TableFacts:
+    """What the table of launch configurations may depend on."""
+    return TableFacts(
+        rows=packed_rows(problem),
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        cache_bits=cache_dtype.itemsize * 8,
+        q_bits=q_dtype.itemsize * 8,
+        split=split,
+        page_size=problem.page_size,
+        kind=problem.kind,
+        total_rows=0 if deterministic else packed_rows(problem) * problem.kv_heads * problem.batch,
+    )
+
+
+def config_of(
+    kernel: str,
+    arch: str,
+    problem: Problem,
+    cache_dtype: torch.dtype,
+    q_dtype: torch.dtype,
+    *,
+    split: bool = False,
+    deterministic: bool = False,
+) -> LaunchConfig:
+    """How the table, or its rule, launches `kernel` for a call."""
+    facts = table_facts(problem, cache_dtype, q_dtype, split=split, deterministic=deterministic)
+    return lookup(arch, kernel, facts)[0]
+
+
+def run(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, plan: object, workspace: object) -> Result:
+    """Serve a checked call.
+
+    Raises:
+        ArgumentError: a plan or a workspace that does not fit the call.
+        SpecverifyError: no implementation serves it.
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        raise ArgumentError("plan", type(plan).__name__, "what plan_verify_attention returned, or None")
+    if workspace is not None and not isinstance(workspace, torch.Tensor):
+        raise ArgumentError("workspace", type(workspace).__name__, "a uint8 tensor, or None")
+    choice = choose(a, problem, variant, plan)
+    if choice.name == "reference":
+        return run_draft_decode(a, problem) if isinstance(a, DraftArguments) else run_verify(a, problem)
+    return _run_fused(a, problem, choice.name == "fused_split", plan, workspace)
+
+
+def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, plan: Plan | None = None) -> Choice:
+    """The implementation for a checked call, with the reason; looks at no value of a tensor."""
+    device = problem.device
+    if not uses_triton(device):
+        return choose_variant(variant, VariantFacts(device=device.type))
+    arch = arch_of(device)
+    config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=False, deterministic=a.deterministic)
+    facts = VariantFacts(
+        device=device.type,
+        interpreting=device.type == "cpu",
+        capturing=device.type == "cuda" and torch.cuda.is_current_stream_capturing(),
+        refusal=refusal(a, problem, arch),
+        programs=-(-packed_rows(problem) // config.block_m) * problem.kv_heads * problem.batch,
+        fill=programs_of(device, config),
+        longest=a.table.shape[1] * problem.page_size if problem.window < 0 else problem.window,
+        divided=None if plan is None else plan.divides,
+        deterministic=a.deterministic,
+    )
+    return choose_variant(variant, facts)
+
+
+def _run_fused(
+    a: VerifyArguments | DraftArguments, problem: Problem, divide: bool, plan: Plan | None, workspace: torch.Tensor | None
+) -> Result:
+    out, lse = _outputs(a, problem)
+    if problem.batch > 0:
+        for launch in launches(a, problem, out, lse, arch_of(problem.device), divide, plan, workspace):
+            launch.run()
+    if not a.return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def launches(
+    a: VerifyArguments | DraftArguments,
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    arch: str,
+    divide: bool,
+    plan: Plan | None = None,
+    workspace: torch.Tensor | None = None,
+) -> list[Launch]:
+    """The launch of a checked call, the last one, and before it that of a plan where one is needed and none came."""
+    config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=divide, deterministic=a.deterministic)
+    before = []
+    if plan is not None:
+        check_plan(plan, problem, deterministic=a.deterministic)
+        config = plan.shape.config
+    elif divide or tree_of(problem) is not None:
+        shape = shape_of(problem, config, deterministic=a.deterministic)
+        plan = Plan(a.prefix_lens[:0], problem.batch, shape, problem.window, divide, tree_of(problem))
+        plan = with_buffer(plan, problem.device, None)
+        before = [plan_launch(a.prefix_lens, a.row_ids, plan, masks_of(a, problem))]
+    split = None
+    if divide:
+        assert plan is not None
+        split = split_of(plan, workspace, problem.device)
+    return [*before, fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split)]
+
+
+def masks_of(a: VerifyArguments | DraftArguments, problem: Problem) -> Masks | None:
+    if isinstance(a, DraftArguments) or a.mask is None:
+        return None
+    return Masks(a.mask, problem.kind == "full_mask", a.mask_offsets, a.q_offsets, problem.queries or 1)
+
+
+def shape_of(problem: Problem, config: LaunchConfig, *, deterministic: bool, programs: int | None = None) -> Shape:
+    return Shape(
+        rows=packed_rows(problem),
+        kv_heads=problem.kv_heads,
+        v_head_dim=problem.v_head_dim,
+        config=config,
+        programs=programs or programs_of(problem.device, config),
+        deterministic=deterministic,
+    )
+
+
+def _outputs(a: VerifyArguments | DraftArguments, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The caller's outputs, or new ones whose padding rows say "no key": 0 and -inf."""
+    out, lse = a.out, a.lse
+    # The kernel writes every real row, so only padding is worth a launch to clear.
+    covered = not problem.ragged and problem.queries is not None and problem.batch * problem.queries == problem.rows
+    if out is None:
+        shape = (problem.rows, problem.q_heads, problem.v_head_dim)
+        out = a.q.new_empty(shape) if covered else a.q.new_zeros(shape)
+    if lse is None and a.return_lse:
+        lse = torch.full((problem.rows, problem.q_heads), -torch.inf, dtype=torch.float32, device=problem.device)
+    return out, lse

@@ -1,0 +1,188 @@
+"""The whole of `specverify tune`: measure every candidate of every range of calls, and write the table."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.hardware import Hardware
+from sglang_specverify.kernels import tables
+from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.table_schema import Entry, TableFacts, render
+from sglang_specverify.tuning.buckets import Bucket, Call, buckets, candidates, refinements
+from sglang_specverify.tuning.results import Measured, State, entry_of, key_of, ranked, table_of, timings_of
+
+#: How one launch does on the calls of a bucket.
+Measure = Callable[[Bucket, LaunchConfig], Measured]
+#: Bytes that a launch spills on the calls of a bucket.
+Spills = Callable[[Bucket, LaunchConfig], int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a bucket has been measured, or was found in the file of an earlier run."""
+
+    bucket: Bucket
+    config: LaunchConfig
+    measured: Measured
+    left: int
+
+
+def chosen(kernel: str | None, only: str | None) -> tuple[Bucket, ...]:
+    """The buckets of `kernel` whose name holds `only`.
+
+    Raises:
+        SpecverifyError: none.
+    """
+    found = tuple(b for b in buckets() if kernel in (None, b.kernel) and (only is None or only in b.name))
+    if not found:
+        names = "\n  ".join(b.name for b in buckets())
+        raise SpecverifyError(f"nothing to tune with --kernel {kernel} --only {only!r}; there are\n  {names}", "ask for less")
+    return found
+
+
+def measure_bucket(bucket: Bucket, arch: str, state: State, measure: Measure) -> Iterator[Step]:
+    """Measure the candidates, then the refinements of the fastest; what `state` holds already is not measured again."""
+    tried: dict[LaunchConfig, Measured] = {}
+    todo = list(candidates(arch, bucket, now(bucket, arch)))
+    refined = False
+    while todo:
+        config = todo.pop(0)
+        key = key_of(bucket, config)
+        if key not in state.measured:
+            state.add(key, measure(bucket, config))
+        tried[config] = state.measured[key]
+        if not todo and not refined and (order := ranked(tried)):
+            refined = True
+            todo = [c for c in refinements(arch, bucket, order[0][0]) if c not in tried]
+        yield Step(bucket, config, tried[config], len(todo))
+
+
+def measured_before(arch: str, state: State, but: Sequence[Bucket]) -> dict[Bucket, dict[LaunchConfig, Measured]]:
+    """The buckets, but these, that earlier runs finished."""
+
+    def measure(bucket: Bucket, config: LaunchConfig) -> Measured:
+        raise _Missing
+
+    found = {}
+    for bucket in buckets():
+        if bucket not in but:
+            with contextlib.suppress(_Missing):
+                found[bucket] = {step.config: step.measured for step in measure_bucket(bucket, arch, state, measure)}
+    return found
+
+
+class _Missing(Exception):
+    """Not measured yet."""
+
+
+def now(bucket: Bucket, arch: str) -> LaunchConfig:
+    """What serves the bucket's calls without tuning."""
+    return tables.lookup(arch, bucket.kernel, facts_of(bucket.calls[0]))[0]
+
+
+def facts_of(call: Call) -> TableFacts:
+    return TableFacts(
+        rows=call.queries * call.group,
+        head_dim=call.head_dim,
+        v_head_dim=call.head_dim,
+        cache_bits=call.cache_bits,
+        q_bits=16,
+        split=call.operation == "fused_split",
+        page_size=1,
+        kind=call.kind,
+    )
+
+
+def text_of_table(
+    arch: str,
+    triton: str,
+    note: str,
+    measured: Mapping[Bucket, Mapping[LaunchConfig, Measured]],
+    spills: Spills,
+) -> str:
+    """The result file."""
+    tuned: dict[str, list[Entry]] = {"fused": [], "tree_suffix": []}
+    timings: list[dict[str, Any]] = []
+    for bucket, results in measured.items():
+        entry = entry_of(bucket, results, lambda config, bucket=bucket: spills(bucket, config))  # type: ignore[misc]
+        if entry is not None:
+            tuned[bucket.kernel].append(entry)
+        timings += timings_of(bucket, results)
+    return render(table_of(arch, triton, note, tuned, tables.read(arch)), timings)
+
+
+def check_machine(machine: Hardware) -> None:
+    """Raises `SpecverifyError` where there is nothing to tune."""
+    if not machine.has_gpu:
+        raise SpecverifyError("tuning times kernels on a GPU, and torch sees none here", "run it on the machine to tune for")
+    if machine.vendor not in ("nvidia", "amd"):
+        raise SpecverifyError(f"the kernels do not run on {machine.name}", "tune on an NVIDIA or AMD GPU")
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".writing")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+
+
+def state_path(out: Path) -> Path:
+    """Where the measurements of a run that writes `out` are kept."""
+    return out.with_suffix(".partial.jsonl")
+
+
+class Gpu:
+    """Measures on the GPU at hand. Tensors of a bucket are kept until the next one is asked for."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self._bucket: Bucket | None = None
+        self._timed: list[Any] = []
+        self._expected: Sequence[Any] = ()
+
+    def belongs(self, machine: Hardware) -> dict[str, str]:
+        """What measurements depend on: hardware, Triton, and the source of the kernel."""
+        import triton
+
+        from sglang_specverify.kernels.fused_kernel import verify_attention_kernel
+
+        source = hashlib.sha256(verify_attention_kernel.cache_key.encode()).hexdigest()[:16]
+        return {"hardware": machine.name, "arch": machine.arch, "triton": triton.__version__, "kernel source": source}
+
+    def measure(self, bucket: Bucket, config: LaunchConfig) -> Measured:
+        """Time a launch on every call of the bucket, if it computes the small ones right."""
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
+
+        from sglang_specverify.tuning.timing import microseconds
+
+        self._prepare(bucket)
+        try:
+            for expected in self._expected:
+                if problem := expected.problem(config, self.arch):
+                    return Measured((), problem)
+            return Measured(tuple(round(microseconds(inputs.launches(config, self.arch)), 2) for inputs in self._timed))
+        except (CompilationError, OutOfResources, PTXASError) as error:
+            return Measured((), f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+    def spills(self, bucket: Bucket, config: LaunchConfig) -> int:
+        from sglang_specverify.kernels.aot import compile_launch
+
+        self._prepare(bucket)
+        return max(compile_launch(inputs.launches(config, self.arch)[-1], self.arch).spill_bytes for inputs in self._timed)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        from sglang_specverify.tuning.inputs import expect, make
+
+        if bucket == self._bucket:
+            return
+        self._bucket, self._timed, self._expected = bucket, [], ()
+        self._timed = [make(call, "cuda", self.arch) for call in bucket.calls]
+        self._expected = [expect(make(call, "cuda", self.arch)) for call in dict.fromkeys(call.small() for call in bucket.calls)]

@@ -1,0 +1,72 @@
+"""Every kernel compiles for every target within its limits, without spilled registers and with matrix instructions."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from benchmarks.compile_all import Outcome
+from sglang_specverify.kernels.targets import TARGETS
+from tests.aot import workers
+from tests.aot.cover import CASES, FACTORS, cover, pairs, pairs_of
+
+#: What a matrix product becomes. 64 rows or more of a program are needed for the first of the pairs.
+MATRIX = {
+    "sm_90": {"wgmma.mma_async", "mma.sync"},
+    "sm_100": {"tcgen05.mma", "mma.sync"},
+    "sm_103": {"tcgen05.mma", "mma.sync"},
+    "sm_107": {"tcgen05.mma", "mma.sync"},
+    "gfx942": {"v_mfma"},
+    "gfx950": {"v_mfma"},
+}
+
+
+@pytest.fixture(scope="session")
+def futures(pool: ProcessPoolExecutor, pytestconfig: pytest.Config) -> dict[str, Any]:
+    """Everything at once, so that all cores work; results of earlier runs come from pytest's cache folder."""
+    assert pytestconfig.cache is not None
+    cache = pytestconfig.cache.mkdir("aot") / "compiled.jsonl"
+    cases = {case.name: pool.submit(workers.compile_case, case, cache) for case in CASES}
+    return cases | {arch: pool.submit(workers.compile_auxiliary, arch, cache) for arch in TARGETS}
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.problems == [], f"{outcome.name}: {outcome.text}; launch: {outcome.launch}"
+    assert outcome.compiled is not None
+    assert outcome.compiled.registers > 0
+    assert set(outcome.compiled.matrix_instructions) <= MATRIX[outcome.arch]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_fits_its_target(futures: dict[str, Any], case: Any) -> None:
+    outcome = futures[case.name].result()
+    check(outcome)
+    assert outcome.compiled.kernel == "verify_attention_kernel"
+    assert outcome.compiled.matrix_instructions
+    # A kernel that no longer stages K and V through shared memory would still compile.
+    assert outcome.compiled.shared_bytes > 0
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_everything_else_fits_its_target(futures: dict[str, Any], arch: str) -> None:
+    outcomes = futures[arch].result()
+    kernels = {outcome.compiled.kernel for outcome in outcomes if outcome.compiled is not None}
+    assert {"plan_kernel", "snapshot_table_kernel", "merge_states_kernel", "compact_visible_slots_kernel"} < kernels
+    assert "gather_suffix_merge_kernel" in kernels
+    for outcome in outcomes:
+        check(outcome)
+
+
+def test_every_pair_of_properties_is_compiled() -> None:
+    have = set().union(*map(pairs_of, cover()))
+    assert have == set(pairs())
+    # All but ragged rows (two of eleven operations take part in none of its pairs twice over) can be paired.
+    impossible = sum(1 for operation, kind in FACTORS["operation"] if kind not in ("chain", "full_mask"))
+    assert len(have) == sum(len(FACTORS[a]) * len(FACTORS[b]) for a, b in combinations(FACTORS, 2)) - impossible
+
+
+def test_the_cover_is_small_enough_for_every_run() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) <= 110

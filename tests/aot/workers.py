@@ -1,0 +1,78 @@
+"""What runs in the processes that compile: they never have Triton's interpreter on, whatever the tests' own process has."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.compile_all import Outcome, outcome_of, run
+from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.kernels import aot
+from sglang_specverify.kernels.aot_auxiliary import auxiliary
+from sglang_specverify.kernels.aot_cases import Case, meta
+from sglang_specverify.kernels.targets import from_arch
+
+
+def pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_without_interpreter)
+
+
+def _without_interpreter() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def compile_case(case: Case, cache: Path) -> Outcome:
+    return run(case, aot.Cache(cache))
+
+
+def compile_auxiliary(arch: str, cache: Path) -> list[Outcome]:
+    return [outcome_of(made, arch, aot.Cache(cache)) for made in auxiliary(arch, short=True)]
+
+
+def checked(builder: str, arch: str, arguments: dict[str, Any], **how: Any) -> tuple[aot.Compiled | None, list[str]]:
+    """`aot.check` of a launch that `tests.aot.kernels` builds."""
+    from tests.aot import kernels
+
+    return aot.check(getattr(kernels, builder)(**arguments), arch, **how)
+
+
+def refused_under_the_interpreter() -> str:
+    """The error of a process in which the interpreter is on; it must not have imported triton yet."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        checked("multiplying", "sm_90", {})
+    except SpecverifyError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def compiled_through(path: Path, *launches: dict[str, Any]) -> list[aot.Compiled]:
+    """The launches one after the other, the cache file read anew for each."""
+    from tests.aot import kernels
+
+    return [aot.compile_launch(kernels.multiplying(**arguments), "sm_90", aot.Cache(path)) for arguments in launches]
+
+
+def specialised(arch: str, name: str, value: object) -> tuple[str, Any, list[Any]]:
+    """Type, constant value (or None) and attributes that the argument `name` of a kernel gets for `value`.
+
+    A tensor is told by its type, its number of elements and the first of them that it holds.
+    """
+    from triton.compiler import make_backend
+
+    from tests.aot import kernels
+
+    if isinstance(value, tuple):
+        dtype, size, first = value
+        value = meta(size, dtype=getattr(torch, dtype))[first:]
+    launch = kernels.multiplying()
+    launch = replace(launch, arguments={**launch.arguments, name: value})
+    source, _ = aot._source(launch, make_backend(from_arch(arch).triton))
+    path = (launch.kernel.arg_names.index(name),)
+    return source.signature[name], source.constants.get(path), source.attrs.get(path, [])

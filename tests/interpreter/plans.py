@@ -1,0 +1,98 @@
+"""Plans made by hand, for splits that the planner would not choose, and the partial results that splits stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_specverify.kernels import plan_verify_attention
+from sglang_specverify.kernels.plan import ITEM_WORDS, Plan
+
+from .bounds import call_reference
+from .calls import one_table
+
+
+def plan_for(a: dict[str, Any], **options: Any) -> Plan:
+    """A plan for the call, made as a step makes it; `options` are those of `plan_verify_attention`."""
+    q, k, v, branches = a["q"], a["k_cache"], a["v_cache"], "draft_slots" in a
+    taken = {name: a[name] for name in ("mask", "mask_layout", "mask_offsets", "q_offsets") if a.get(name) is not None}
+    values = {
+        "num_draft_tokens": a["topk"] if branches else a["num_draft_tokens"], "q_heads": q.shape[1], "kv_heads": k.shape[1],
+        "head_dim": q.shape[2], "v_head_dim": v.shape[2], "dtype": q.dtype, "cache_dtype": k.dtype, "branches": branches,
+        "page_size": a.get("page_size", 1), "window": a.get("window", -1), "num_rows": len(q) if "q_offsets" in taken else None,
+        "deterministic": a.get("deterministic", False), **taken,
+    }  # fmt: skip
+    return plan_verify_attention(a["prefix_lens"], a["row_ids"], **(values | options))
+
+
+def block_n(a: dict[str, Any]) -> int:
+    """Keys that a program of the divided kernel reads at once; a part may end at its multiples."""
+    return plan_for(a, divide=True).shape.config.block_n
+
+
+def divided(a: dict[str, Any], starts: Sequence[Sequence[int]], *, order: Sequence[int] | None = None) -> Plan:
+    """A plan in which the prefix of request r is divided at `starts[r]`, which begins with 0; the last part ends at L.
+
+    Two equal starts make an empty part. `order`: the items' places, which is the order in which the interpreter runs them.
+    """
+    lens = a["prefix_lens"].tolist()
+    count = sum(len(one) for one in starts)
+    shape = plan_for(a, divide=True).shape
+    # Room for all of them: there are bs + slots items and 2 slots partial results at the most.
+    plan = plan_for(a, divide=True, programs=max(shape.programs, (count + 1) * shape.row_tiles * shape.kv_heads))
+    words = items(plan)
+    # What an item says of its request beside its part, from the planner's own.
+    of_request = {int(word[0]): word.clone() for word in words if word[0] >= 0}
+    rows = []
+    partial = 0
+    for r, own in enumerate(starts):
+        for part, (begin, stop) in enumerate(zip(own, [*own[1:], lens[r]], strict=True)):
+            row = of_request[r].clone()
+            row[1:6] = torch.tensor([begin, stop, part, len(own), partial])
+            rows.append(row)
+        partial += len(own) if len(own) > 1 else 0
+    assert len(rows) <= plan.capacity and partial <= plan.shape.partials(plan.batch)
+    words[:, 0] = -1
+    for place, row in zip(order or range(count), rows, strict=True):
+        words[place] = row
+    return plan
+
+
+def items(plan: Plan) -> torch.Tensor:
+    """int32 [capacity, 8], a view: request, first key, one past the last, part, parts, first partial, and more of its request."""
+    return plan.buffer[: plan.capacity * ITEM_WORDS].view(-1, ITEM_WORDS)
+
+
+def counters(plan: Plan) -> torch.Tensor:
+    return plan.buffer[plan.counters_at : plan.counters_at + plan.shape.counters(plan.batch)]
+
+
+def partial_states(a: dict[str, Any], starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP64 outputs [parts, T, Hq, Dv] and LSEs of a call without window and sinks, its prefixes divided at `starts`.
+
+    A start past the end of a prefix makes an empty part; the last part has the drafts.
+    """
+    a = one_table(a)
+    device, lens, slots = a["q"].device, a["prefix_lens"], a["table"]
+    index = torch.arange(slots.shape[1], device=device)
+    w, results = a["num_draft_tokens"], []
+    for part, start in enumerate(starts):
+        last = part == len(starts) - 1
+        begin = lens.clamp(max=start)
+        stop = lens if last else lens.clamp(max=starts[part + 1])
+        at = (begin[:, None] + index).clamp(max=len(index) - 1)
+        here = {"table": slots.gather(1, at), "prefix_lens": stop - begin}
+        if not last:
+            here["mask"] = torch.zeros(len(lens), w, w, dtype=torch.bool, device=device)
+        results.append(call_reference(a, **here))
+    outs, lses = zip(*results, strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def even(length: int, parts: int, align: int) -> list[int]:
+    """Starts of `parts` parts of about the same length, at multiples of `align`."""
+    step = max(align, math.ceil(length / parts / align) * align)
+    return [0] + [min(step * part, length // align * align) for part in range(1, parts)]

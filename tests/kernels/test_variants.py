@@ -1,0 +1,70 @@
+"""Which implementation serves a call: every reason to choose or refuse one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_specverify.errors import ArgumentError, SpecverifyError
+from sglang_specverify.kernels.variants import VARIANTS, VariantFacts, choose_variant, refusal_of
+
+GPU = VariantFacts(device="cuda", programs=8, fill=132, longest=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        ({}, "fused_split", "8 programs for 132 at once: the prefix is divided"),
+        ({"programs": 66}, "fused_split", "66 programs"),
+        ({"programs": 67}, "fused", "67 programs for 132 at once: the device is filled"),
+        ({"longest": 512}, "fused", "512 keys at most, too few"),
+        ({"longest": 513}, "fused_split", "8 programs"),
+        ({"divided": True, "programs": 1000}, "fused_split", "the plan divides prefixes"),
+        ({"divided": False}, "fused", "the plan divides nothing"),
+        ({"deterministic": True, "programs": 1000, "longest": 1}, "fused_split", "deterministic"),
+        ({"device": "cpu"}, "reference", "TRITON_INTERPRET=1"),
+        ({"device": "cpu", "interpreting": True}, "fused_split", "8 programs"),
+        ({"device": "cpu", "interpreting": True, "refusal": "FP64 outputs"}, "reference", "FP64 outputs"),
+        ({"capturing": True}, "fused_split", "8 programs"),
+    ],
+)
+def test_auto(changes: dict[str, object], name: str, reason: str) -> None:
+    choice = choose_variant("auto", replace(GPU, **changes))
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "why"),
+    [
+        ("reference", {"capturing": True}, "cannot be captured"),
+        ("reference", {"device": "meta"}, "meta tensors hold none"),
+        ("fused", {"device": "cpu"}, "TRITON_INTERPRET=1"),
+        ("fused", {"device": "meta"}, "not on meta"),
+        ("fused", {"refusal": "head dims 300"}, "head dims 300"),
+        ("fused", {"divided": True}, "a plan came that divides"),
+        ("fused_split", {"divided": False}, "a plan came that does not divide"),
+    ],
+)
+def test_refusals_by_name(variant: str, changes: dict[str, object], why: str) -> None:
+    facts = replace(GPU, **changes)
+    assert why in (refusal_of(variant, facts) or "")
+    with pytest.raises(SpecverifyError, match=f"variant {variant} cannot serve this call: .*{why}"):
+        choose_variant(variant, facts)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_by_name(variant: str) -> None:
+    assert choose_variant(variant, GPU).name == variant
+    assert choose_variant(variant, GPU).reason == "asked for by name"
+
+
+def test_no_slow_reference_unasked_on_a_gpu() -> None:
+    with pytest.raises(SpecverifyError, match=r"no kernel serves this call: head dims 300\n  remedy: .*variant=\"reference\""):
+        choose_variant("auto", replace(GPU, refusal="head dims 300"))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ArgumentError, match="variant: got 'split'; allowed: auto, reference, fused, fused_split"):
+        choose_variant("split", GPU)

@@ -1,0 +1,66 @@
+"""The ranges of calls that are tuned, and the launches that are tried for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from sglang_specverify.kernels import tables
+from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.table_schema import Entry, Table, TableFacts, parse, render
+from sglang_specverify.tuning.buckets import Bucket, buckets, candidates, refinements
+from sglang_specverify.tuning.run import facts_of
+
+ARCHES = ("sm_90", "sm_100", "gfx942", "gfx950")
+
+
+def test_every_call_of_the_kernels_is_in_one_range() -> None:
+    for kernel, rows, dim, bits, split in product(
+        ("fused", "tree_suffix"), (1, 16, 17, 64, 65, 128, 129, 4096), (64, 80, 256), (8, 16), (0, 1)
+    ):
+        facts = TableFacts(rows, dim, dim, bits, 16, bool(split), 1, "qlen_only")
+        holding = [b.name for b in buckets() if b.kernel == kernel and Entry(b.when, LaunchConfig(16, 16, 4, 1)).holds(facts)]
+        assert len(holding) == 1, (facts, holding)
+
+
+def test_the_calls_that_stand_for_a_range_are_in_it() -> None:
+    names = [bucket.name for bucket in buckets()]
+    assert len(set(names)) == len(names)
+    for bucket in buckets():
+        entry = Entry(bucket.when, LaunchConfig(16, 16, 4, 1))
+        assert len(bucket.calls) >= 2
+        for call in (*bucket.calls, *(call.small() for call in bucket.calls)):
+            assert entry.holds(facts_of(call)), (bucket.name, call)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_candidate_could_stand_in_a_table(arch: str) -> None:
+    """The parser of the tables knows what a launch may be."""
+    for bucket in buckets():
+        shipped = tables.lookup(arch, bucket.kernel, facts_of(bucket.calls[0]))[0]
+        tried = candidates(arch, bucket, shipped)
+        assert tried[0] == shipped
+        assert 4 <= len(tried) == len(set(tried)) <= 20, bucket.name
+        more = refinements(arch, bucket, tried[-1])
+        assert more
+        assert tried[-1] not in more
+        kernels = {"fused": tuple(Entry(bucket.when, config) for config in (*tried, *more)), "tree_suffix": ()}
+        table = Table(arch, "3.8.0", "candidates", kernels)
+        assert parse(render(table), "candidates", arch) == table
+
+
+def test_few_rows_are_not_padded_to_many() -> None:
+    for bucket in buckets():
+        rows = max(call.queries * call.group for call in bucket.calls)
+        shipped = LaunchConfig(16, 16, 1, 1)
+        assert all(config.block_m <= max(16, rows) for config in candidates("sm_90", bucket, shipped))
+
+
+def test_a_divided_prefix_tries_how_full_a_multiprocessor_gets() -> None:
+    divided = next(bucket for bucket in buckets() if bucket.calls[0].operation == "fused_split")
+    best = candidates("sm_90", divided, LaunchConfig(16, 16, 4, 1))[-1]
+    assert {config.ctas_per_sm for config in refinements("sm_90", divided, best)} == {1, 2}
+    whole: Bucket = next(bucket for bucket in buckets() if bucket.calls[0].operation == "fused")
+    assert {config.ctas_per_sm for config in refinements("sm_90", whole, replace(best, ctas_per_sm=1))} == {1}

@@ -1,0 +1,154 @@
+"""Time verify and draft-decode attention against SGLang's own kernels and against what the hardware can do.
+
+    python -m benchmarks.verify_attention --only headline --minutes 9 --out verify.json
+    python -m benchmarks.verify_attention --only grid --minutes 9 --out verify.json --resume verify.json
+    TRITON_INTERPRET=1 python -m benchmarks.verify_attention --device cpu --dry-run --out dry.json
+
+Needs a GPU and SGLang with its own packages, except for a dry run, which checks on the CPU that every arm that runs there
+is right, and times nothing. `benchmarks.report` prints what came against what was aimed at.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks import measure, metadata, points, record, report, timing
+from benchmarks.arms import OURS, Arm
+from benchmarks.points import Point
+from benchmarks.stock_triton import STOCK
+
+ARMS: tuple[Arm, ...] = (*OURS, *STOCK)
+
+
+class State(StrEnum):
+    WARM = "warm"
+    COLD = "cold"
+
+
+class Selection(StrEnum):
+    HEADLINE = "headline"
+    GRID = "grid"
+    FAMILIES = "families"
+    CHAIN = "chain"
+    DRAFT = "draft"
+    METADATA = "metadata"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Result file to write, after every point.")],
+    only: Annotated[
+        list[Selection] | None, typer.Option(help="What to measure, in this order; repeatable. All if left out.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Start no point after this many minutes.")] = 9.0,
+    resume: Annotated[Path | None, typer.Option(help="Keep the points of this result file and measure the others.")] = None,
+    quick: Annotated[bool, typer.Option(help="Every fifth point of each selection.")] = False,
+    skip: Annotated[list[str] | None, typer.Option(help="An arm to leave out; repeatable.")] = None,
+    state: Annotated[list[State] | None, typer.Option(help="Whether K and V are in the L2 cache; both if left out.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny points, no timing: are all arms right?")] = False,
+) -> None:
+    """Measure points until the time is used up; a table of all results follows."""
+    deadline = time.monotonic() + 60 * minutes
+    if device == "cpu" and not dry_run:
+        raise typer.BadParameter("the CPU is for --dry-run: there is nothing to time", param_hint="--device")
+    unknown = set(skip or ()) - {arm.name for arm in ARMS}
+    if unknown:
+        known = ", ".join(arm.name for arm in ARMS)
+        raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {known}", param_hint="--skip")
+    arms = [arm for arm in ARMS if arm.name not in (skip or ())]
+    where = torch.device(device)
+    results = load(resume) if resume else {"ceilings": None, "points": [], "metadata": []}
+    ceilings = None if dry_run else timing.ceilings(where)
+    if ceilings is not None:
+        results["ceilings"] = ceilings.as_dict()
+        typer.echo(f"ceilings: {results['ceilings']}")
+    chosen = list(points.tiny())[:: 5 if quick else 1] if dry_run else select(only or list(Selection), quick)
+
+    def one(point: Point) -> dict[str, Any]:
+        begin = time.monotonic()
+        row = measure.measure(point, arms, ceilings, where, [each.value for each in state or State])
+        row["seconds"] = round(time.monotonic() - begin, 1)
+        typer.echo(f"{row['seconds']:.0f} s, {report.line(row)}")
+        return row
+
+    def keep() -> None:
+        record.write(out, results)
+
+    complete = run(chosen, results["points"], one, keep, deadline)
+    if not dry_run and (only is None or Selection.METADATA in only):
+        done = {row["length"] for row in results["metadata"]}
+        for length in metadata.LENGTHS:
+            if length not in done and time.monotonic() < deadline:
+                point = Point("tree", metadata.BATCH, metadata.WIDTH, length)
+                results["metadata"].append(metadata.measure(point, where))
+                keep()
+    keep()
+    report.show(results)
+    if not complete:
+        typer.echo(f"out of time: go on with --resume {out}")
+
+
+def select(only: Iterable[Selection], quick: bool) -> list[Point]:
+    """The points of some selections, each once, in the order of the selections."""
+    found: list[Point] = []
+    for selection in only:
+        if selection is not Selection.METADATA:
+            found += list(points.SELECTIONS[selection.value]())[:: 5 if quick else 1]
+    return list(dict.fromkeys(found))
+
+
+def run(
+    chosen: Iterable[Point],
+    rows: list[dict[str, Any]],
+    one: Callable[[Point], dict[str, Any]],
+    keep: Callable[[], None],
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Measure the points that have no row yet, and keep each row at once. False when the time ran out.
+
+    A point that fails as a whole, for want of memory say, becomes a row that says so, and is tried again by a run that
+    resumes. A device that no longer answers ends the run.
+    """
+    done = {row["name"] for row in rows}
+    for point in chosen:
+        if point.name in done:
+            continue
+        if clock() >= deadline:
+            return False
+        try:
+            row = one(point)
+        except Exception as failure:
+            row = {"name": point.name, "point": point.as_dict(), "why": f"{type(failure).__name__}: {failure}"[:300]}
+            typer.echo(report.line(row))
+        rows.append(row)
+        keep()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+    return True
+
+
+def load(path: Path) -> dict[str, Any]:
+    """An earlier result file's rows without those of points that failed, if the same versions and hardware made it."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    now = record.environment()
+    for key in ("versions", "hardware"):
+        if found.get(key) != now[key]:
+            raise typer.BadParameter(f"{path} was measured with other {key}: {found.get(key)}", param_hint="--resume")
+    kept = [row for row in found["points"] if "why" not in row]
+    return {"ceilings": found["ceilings"], "points": kept, "metadata": found["metadata"]}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -158,14 +158,14 @@ def _check_common(a: CommonArguments, kind: Kind, queries: int | None, *, ragged
     if head_dim == 0:
         raise ArgumentError("q", "head dim 0", "a head dim of at least 1")
     checks.tensor("table", a.table, ("rows", "width"), (torch.int32,), q.device, unit_last=True)
-    lens = checks.tensor("prefix_lens", a.prefix_lens, ("bs",), checks.INTS, q.device)
-    checks.tensor("row_ids", a.row_ids, (len(lens),), (torch.int32,), q.device)
+    lens = checks.tensor("prefix_lens", a.prefix_lens, ("bs",), checks.INTS, q.device, unit_last=True)
+    checks.tensor("row_ids", a.row_ids, (len(lens),), (torch.int32,), q.device, unit_last=True)
     checks.integer("page_size", a.page_size, 1)
     if a.slot_map is not None:
         checks.tensor("slot_map", a.slot_map, ("n",), checks.INTS, q.device, unit_last=True)
     checks.integer("window", a.window, -1)
     if a.sinks is not None:
-        checks.tensor("sinks", a.sinks, (q_heads,), (torch.float32,), q.device)
+        checks.tensor("sinks", a.sinks, (q_heads,), (torch.float32,), q.device, unit_last=True)
     checks.scale("k_scale", a.k_scale, kv_heads, q.device)
     checks.scale("v_scale", a.v_scale, kv_heads, q.device)
     checks.flag("deterministic", a.deterministic)
@@ -201,7 +201,7 @@ def _check_row_count(argument: str, need: int, rows: int) -> None:
 
 
 def _check_queries(a: VerifyArguments, problem: Problem) -> torch.Tensor | int:
-    """How many query rows each request has: int64 [bs] where ragged, else W."""
+    """How many query rows each request has: int64 [bs] where ragged, else W. Ragged counts off the CPU are not made: 0."""
     if a.num_draft_tokens is not None:
         checks.integer("num_draft_tokens", a.num_draft_tokens, 1)
     if a.q_offsets is None:
@@ -209,17 +209,19 @@ def _check_queries(a: VerifyArguments, problem: Problem) -> torch.Tensor | int:
             raise ArgumentError("num_draft_tokens", "None without q_offsets", "W, or q_offsets for ragged rows")
         _check_row_count("num_draft_tokens", problem.batch * a.num_draft_tokens, problem.rows)
         return a.num_draft_tokens
-    checks.tensor("q_offsets", a.q_offsets, (problem.batch + 1,), (torch.int32,), problem.device)
+    checks.tensor("q_offsets", a.q_offsets, (problem.batch + 1,), (torch.int32,), problem.device, unit_last=True)
+    if not checks.on_cpu(a.q_offsets):
+        # Counts are for checks of values, and to make them here would be launches in a captured graph.
+        return 0
     counts = a.q_offsets.long().diff()
-    if checks.on_cpu(a.q_offsets):
-        if (r := checks.first_row((a.q_offsets[:-1] < 0) | (counts < 0))) is not None:
-            came = f"rows {int(a.q_offsets[r])} to {int(a.q_offsets[r + 1])} for request {r}"
-            raise ArgumentError("q_offsets", came, "row numbers from 0 on that never fall")
-        _check_row_count("q_offsets", int(a.q_offsets[-1]), problem.rows)
-        if a.num_draft_tokens is not None and int(counts.max()) > a.num_draft_tokens:
-            raise ArgumentError(
-                "q_offsets", f"a request of {int(counts.max())} rows", f"at most num_draft_tokens, {a.num_draft_tokens}"
-            )
+    if (r := checks.first_row((a.q_offsets[:-1] < 0) | (counts < 0))) is not None:
+        came = f"rows {int(a.q_offsets[r])} to {int(a.q_offsets[r + 1])} for request {r}"
+        raise ArgumentError("q_offsets", came, "row numbers from 0 on that never fall")
+    _check_row_count("q_offsets", int(a.q_offsets[-1]), problem.rows)
+    if a.num_draft_tokens is not None and int(counts.max()) > a.num_draft_tokens:
+        raise ArgumentError(
+            "q_offsets", f"a request of {int(counts.max())} rows", f"at most num_draft_tokens, {a.num_draft_tokens}"
+        )
     return counts
 
 
@@ -240,7 +242,7 @@ def check_mask(problem: Problem, mask: torch.Tensor | None, mask_offsets: torch.
             raise ArgumentError("mask", f"{mask.numel()} entries", f"bs*W*W = {batch * w * w} or more")
     else:
         checks.tensor("mask", mask, ("entries",), checks.MASKS, problem.device)
-        checks.tensor("mask_offsets", mask_offsets, (problem.batch + 1,), (torch.int64,), problem.device)
+        checks.tensor("mask_offsets", mask_offsets, (problem.batch + 1,), (torch.int64,), problem.device, unit_last=True)
     if not mask.is_contiguous():
         raise ArgumentError("mask", f"strides {list(mask.stride())}", "a contiguous mask")
 
@@ -252,7 +254,7 @@ def _check_positions(a: VerifyArguments, problem: Problem) -> None:
                 "positions", "None with a window and a tree", "the position of every draft token: L plus its depth"
             )
         return
-    checks.tensor("positions", a.positions, ("bs*W",), checks.INTS, problem.device)
+    checks.tensor("positions", a.positions, ("bs*W",), checks.INTS, problem.device, unit_last=True)
     need = 0
     if not problem.ragged and problem.queries is not None:
         need = problem.batch * problem.queries

@@ -80,7 +80,7 @@ def scale(argument: str, value: object, kv_heads: int, device: torch.device) -> 
         number(argument, value)
         return
     one = value.dim() <= 1 and value.numel() == 1
-    tensor(argument, value, tuple(value.shape) if one else (kv_heads,), FLOATS, device)
+    tensor(argument, value, tuple(value.shape) if one else (kv_heads,), FLOATS, device, unit_last=True)
 
 
 def on_cpu(value: torch.Tensor) -> bool:

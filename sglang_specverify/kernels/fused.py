@@ -27,8 +27,17 @@ class Split:
     partial_lse: torch.Tensor
 
 
-def check_plan(plan: Plan, problem: Problem, *, deterministic: bool) -> None:
+def call_of(problem: Problem, q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tuple[object, ...]:
+    """What a plan's launch configuration and masks depend on, beside its shape."""
+    return problem.kind, problem.ragged, problem.head_dim, problem.page_size, q_dtype, cache_dtype
+
+
+def check_plan(plan: Plan, a: VerifyArguments | DraftArguments, problem: Problem, *, deterministic: bool) -> None:
     """Raises `ArgumentError` for a plan that was made for another call."""
+    call = call_of(problem, a.q.dtype, a.k_cache.dtype)
+    if plan.call and plan.call != call:
+        names = "(kind, ragged, head dim, page size, dtype of q, of the cache)"
+        raise ArgumentError("plan", f"a plan made for {names} = {plan.call}", f"one made for this call's {call}")
     shape = plan.shape
     tree = tree_of(problem)
     names = "(bs, packed rows, Hkv, Dv, window, deterministic, tree)"

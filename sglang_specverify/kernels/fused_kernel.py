@@ -408,7 +408,8 @@ def verify_attention_kernel(
         factor *= alpha
         if MERGE:
             weight *= alpha
-        sunk = tl.where(m_new == float("inf"), 0.0, tl.exp2(sink - base_2))
+        # A sink of +inf takes all the weight; equal infinities must not be subtracted.
+        sunk = tl.where(sink == m_new, 1.0, tl.exp2(sink - base_2))
         norm = tl.where(empty, 1.0, total * alpha + sunk)
     result = acc * (tl.where(empty, 0.0, factor) / norm)[:, None]
     if MERGE:

@@ -124,6 +124,8 @@ class Plan:
         window: the window it was made for.
         divides: whether prefixes are divided; without it there are no items and no counters.
         tree: the size of the packed masks, None for chains and branches.
+        call: what else a call must have in common with it: kind, ragged, head dim, page size, dtypes of Q and of the cache.
+            Empty for a plan that its own call makes.
     """
 
     buffer: torch.Tensor
@@ -132,6 +134,7 @@ class Plan:
     window: int
     divides: bool
     tree: Tree | None
+    call: tuple[object, ...] = ()
 
     @property
     def capacity(self) -> int:

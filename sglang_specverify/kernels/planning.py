@@ -8,7 +8,7 @@ from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import Problem, check_mask, kind_of
-from sglang_specverify.kernels.fused import packed_rows, tree_of
+from sglang_specverify.kernels.fused import call_of, packed_rows, tree_of
 from sglang_specverify.kernels.launch import LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, padded, plan_launch, with_buffer
 from sglang_specverify.kernels.run import config_of, programs_of, shape_of
@@ -70,9 +70,9 @@ def plan_verify_attention(
         ArgumentError: an argument that does not fit; nothing was launched.
         SpecverifyError: the tensors are where no kernel runs.
     """
-    checks.tensor("prefix_lens", prefix_lens, ("bs",), checks.INTS)
+    checks.tensor("prefix_lens", prefix_lens, ("bs",), checks.INTS, unit_last=True)
     device, batch = prefix_lens.device, len(prefix_lens)
-    checks.tensor("row_ids", row_ids, (batch,), (torch.int32,), device)
+    checks.tensor("row_ids", row_ids, (batch,), (torch.int32,), device, unit_last=True)
     for name, value in (("num_draft_tokens", num_draft_tokens), ("q_heads", q_heads), ("kv_heads", kv_heads),
                         ("head_dim", head_dim), ("page_size", page_size)):  # fmt: skip
         checks.integer(name, value, 1)
@@ -82,7 +82,7 @@ def plan_verify_attention(
     if branches and (mask is not None or q_offsets is not None):
         raise ArgumentError("branches", "True with a mask or q_offsets", "neither: draft decode has topk rows and no mask")
     if q_offsets is not None:
-        checks.tensor("q_offsets", q_offsets, (batch + 1,), (torch.int32,), device)
+        checks.tensor("q_offsets", q_offsets, (batch + 1,), (torch.int32,), device, unit_last=True)
         if num_rows is None:
             raise ArgumentError("num_rows", "None with q_offsets", "the rows of q")
     problem = Problem(
@@ -106,8 +106,9 @@ def plan_verify_attention(
         divide = deterministic or 2 * tiles <= programs_of(device, whole)
     if config is None:
         config = config_of("fused", arch, problem, cache_dtype, dtype, split=divide, deterministic=deterministic)
+    call = call_of(problem, dtype, cache_dtype)
     shape = shape_of(problem, config, deterministic=deterministic, programs=programs)
-    plan = with_buffer(Plan(prefix_lens, batch, shape, window, divide, tree_of(problem)), device, out)
+    plan = with_buffer(Plan(prefix_lens, batch, shape, window, divide, tree_of(problem), call), device, out)
     masks = None if mask is None else Masks(mask, mask_layout == "full_mask", mask_offsets, q_offsets, num_draft_tokens)
     if batch > 0:
         plan_launch(prefix_lens, row_ids, plan, masks).run()
@@ -126,6 +127,8 @@ def verify_attention_workspace_size(
 ) -> int:
     """Bytes of scratch that no call up to these sizes exceeds, on any table. Pure arithmetic, monotone in every argument.
 
+    A plan that was asked for more `programs` than the device runs at once may need more: its `shape.workspace_bytes` says.
+
     Args:
         batch: requests.
         num_draft_tokens: W, or topk.
@@ -142,7 +145,9 @@ def verify_attention_workspace_size(
         checks.integer(name, value, 0 if name == "batch" else 1)
     if multiprocessors is None:
         multiprocessors = max(1, detect().multiprocessors)
-    rows = num_draft_tokens * -(-q_heads // kv_heads)
+    if q_heads % kv_heads:
+        raise ArgumentError("q_heads", f"{q_heads} for {kv_heads} KV heads", "a whole number of query heads per KV head")
+    rows = num_draft_tokens * (q_heads // kv_heads)
     row_bytes = (padded(v_head_dim) + 1) * 4
     if deterministic:
         return batch * kv_heads * (max(512, rows) + _MAX_BLOCK_M) * row_bytes

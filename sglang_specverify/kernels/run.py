@@ -122,7 +122,7 @@ def launches(
     config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=divide, deterministic=a.deterministic)
     before = []
     if plan is not None:
-        check_plan(plan, problem, deterministic=a.deterministic)
+        check_plan(plan, a, problem, deterministic=a.deterministic)
         config = plan.shape.config
     elif divide or tree_of(problem) is not None:
         shape = shape_of(problem, config, deterministic=a.deterministic)

@@ -42,6 +42,7 @@ def tree_suffix_merge(
     k_scale: Scale = 1.0,
     v_scale: Scale = 1.0,
     sm_scale: float | None = None,
+    deterministic: bool = False,
     plan: Plan | None = None,
 ) -> None:
     """Attend the drafts of each request and merge them into `prefix_out` and `prefix_lse`, which are overwritten.
@@ -64,7 +65,7 @@ def tree_suffix_merge(
         q=q, k_cache=k_cache, v_cache=v_cache, table=table, row_ids=row_ids, prefix_lens=prefix_lens, page_size=page_size,
         num_draft_tokens=num_draft_tokens, q_offsets=q_offsets, slot_map=slot_map, mask=mask, mask_layout=mask_layout,
         mask_offsets=mask_offsets, positions=positions, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale,
-        v_scale=v_scale, sm_scale=sm_scale, deterministic=False, out=prefix_out, lse=prefix_lse, return_lse=True,
+        v_scale=v_scale, sm_scale=sm_scale, deterministic=deterministic, out=prefix_out, lse=prefix_lse, return_lse=True,
     )  # fmt: skip
     for name, value in (("prefix_out", prefix_out), ("prefix_lse", prefix_lse)):
         if not isinstance(value, torch.Tensor):
@@ -86,10 +87,10 @@ def tree_suffix_merge(
 def tree_suffix_launches(a: VerifyArguments, problem: Problem, arch: str, plan: Plan | None = None) -> list[Launch]:
     """The launch of a checked call, and before it that of a plan where one is needed and none came."""
     assert a.out is not None
-    config = config_of("tree_suffix", arch, problem, a.k_cache.dtype, a.q.dtype)
+    config = config_of("tree_suffix", arch, problem, a.k_cache.dtype, a.q.dtype, deterministic=a.deterministic)
     before = []
     if plan is not None:
-        check_plan(plan, problem, deterministic=plan.shape.deterministic)
+        check_plan(plan, a, problem, deterministic=plan.shape.deterministic)
     elif (tree := tree_of(problem)) is not None:
         shape = shape_of(problem, config, deterministic=False)
         plan = with_buffer(Plan(a.prefix_lens, problem.batch, shape, problem.window, False, tree), problem.device, None)

@@ -50,7 +50,8 @@ def verify_attention(
             (r+1)*W - 1, or `q_offsets[r]` to `q_offsets[r+1] - 1`; rows past the last request are padding.
         k_cache, v_cache: [slots, Hkv, D] and [slots, Hkv, Dv] in a type of q or FP8, last stride 1. Hkv divides Hq.
             A slot is read only if some row sees it. NaN or Inf in it reaches the rows that see it and no other request; in
-            the V of a draft it may reach other rows of its request, which the fused kernels compute in the same tile.
+            V it may reach other rows of its request, which the fused kernels compute in the same tile, where not all of
+            them see it: drafts, and the prefix at the edge of a window.
         table: int32 [rows, width]. Position p of request r is at slot `table[row_ids[r], p]`; with page_size P > 1
             the entry is a page id, `table[row_ids[r], p // P]`, and the slot is id * P + p % P. Entries that no
             position below L + W needs may be -1.
@@ -74,7 +75,7 @@ def verify_attention(
             the cache's type is.
         sm_scale: factor of q . k; D**-0.5 where None.
         deterministic: demand rows that do not depend on the rest of the batch, bit for bit. The reference always
-            does so.
+            does so. With `q_offsets` the calls compared must have the same `num_draft_tokens`, which sets the tiles.
         variant: "auto", or one of `VARIANTS`.
         plan, workspace: made for GPU kernels; the reference needs neither and ignores both.
         out: [T, Hq, Dv], last stride 1; a new one of q's dtype where None. Padding rows are not written (in a new

@@ -56,6 +56,22 @@ def test_bits_do_not_depend_on_the_batch(device: str, kind: str) -> None:
         assert torch.equal(got[0], out[rows]) and torch.equal(got[1], lse[rows]), requests
 
 
+def test_ragged_rows_with_the_same_most(device: str) -> None:
+    """`num_draft_tokens` sets the tiles: a request with it alone has the bits that it has beside one of more rows."""
+    c = BASE.but(prefix_lens=(1100, 3), widths=(2, 40))
+    a = {**to_device(build_verify(c), device), "num_draft_tokens": 40, "deterministic": True, "variant": "fused_split"}
+    out, lse = call(a)
+    alone = {
+        **a,
+        "q": a["q"][:2],
+        "q_offsets": a["q_offsets"][:2],
+        "row_ids": a["row_ids"][:1],
+        "prefix_lens": a["prefix_lens"][:1],
+    }
+    got = call(alone)
+    assert torch.equal(got[0], out[:2]) and torch.equal(got[1], lse[:2])
+
+
 def test_long_prefixes_are_divided(device: str) -> None:
     """The test above would be empty otherwise: 1100 and 1025 keys are two parts, the others one."""
     a = build("chain", device)

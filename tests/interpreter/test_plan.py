@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_specverify.errors import ArgumentError
-from sglang_specverify.kernels import plan_verify_attention, verify_attention_workspace_size
+from sglang_specverify.kernels import plan_verify_attention, verify_attention, verify_attention_workspace_size
 from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import ALIGN, DETERMINISTIC_CHUNK, MAX_CTAS_PER_SM, Plan, Shape
 from sglang_specverify.kernels.table_schema import BLOCKS
@@ -194,6 +194,15 @@ def test_a_plan_of_another_call_is_refused(device: str) -> None:
         with launches() as seen, pytest.raises(ArgumentError, match="plan: got"):
             check(a, variant="fused_split", plan=other)
         assert not seen
+    for change in (
+        {"dtype": torch.float32},
+        {"cache_dtype": torch.float8_e4m3fn},
+        {"page_size": 64},
+        {"head_dim": 80},
+        {"branches": True},
+    ):
+        with pytest.raises(ArgumentError, match=r"plan: got a plan made for .*kind, ragged"):
+            check(a, variant="fused_split", plan=plan_for(a, divide=True, **change))
     fewer = plan_for({**a, "prefix_lens": a["prefix_lens"][:1], "row_ids": a["row_ids"][:1]}, divide=True)
     with pytest.raises(ArgumentError, match="plan: got"):
         check(a, variant="fused_split", plan=fewer)
@@ -205,6 +214,33 @@ def test_a_plan_of_another_call_is_refused(device: str) -> None:
     ):
         with pytest.raises(ArgumentError, match="workspace"):
             check(a, variant="fused_split", plan=plan, workspace=bad.to(device))
+
+
+def test_a_plan_of_even_rows_is_refused_by_ragged_ones(device: str) -> None:
+    """The same number of rows in all, divided otherwise over the requests: the masks are packed by request."""
+    a = build("full_mask", device, (30, 9))
+    rows = a["num_draft_tokens"]
+    plan = plan_for(a, divide=False)
+    ragged = torch.tensor([0, rows - 1, 2 * rows - 1], dtype=torch.int32, device=device)
+    with launches() as seen, pytest.raises(ArgumentError, match=r"plan: got a plan made for .*kind, ragged"):
+        verify_attention(**{**a, "q_offsets": ragged}, variant="fused", plan=plan)
+    assert not seen
+
+
+@pytest.mark.parametrize("name", ["prefix_lens", "row_ids", "q_offsets", "mask_offsets"])
+def test_strided_arguments_are_refused(device: str, name: str) -> None:
+    """They are read as neighbours."""
+    a = build("full_mask", device, (30, 9))
+    values = {**a, "q_offsets": torch.tensor([0, 1, 2], dtype=torch.int32, device=device)}
+    values[name] = values[name].repeat_interleave(2)[::2]
+    with launches() as seen, pytest.raises(ArgumentError, match=f"{name}: got strides"):
+        plan_for(values)
+    assert not seen
+
+
+def test_workspace_size_refuses_heads_that_do_not_divide() -> None:
+    with pytest.raises(ArgumentError, match="q_heads: got 8 for 3 KV heads"):
+        verify_attention_workspace_size(1, num_draft_tokens=4, q_heads=8, kv_heads=3, v_head_dim=64, multiprocessors=1)
 
 
 @given(

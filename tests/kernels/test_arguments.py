@@ -261,6 +261,27 @@ def test_variants() -> None:
             verify_attention(**base(), variant=name)
 
 
+@pytest.mark.parametrize(
+    "name", ["prefix_lens", "row_ids", "q_offsets", "mask_offsets", "positions", "sinks", "k_scale", "v_scale"]
+)
+def test_strided_vectors_are_refused(name: str) -> None:
+    """A kernel reads them as neighbours; every other entry would be another request's."""
+    c = Config(
+        kind="full_mask",
+        widths=(3, 4),
+        q_heads=4,
+        kv_heads=2,
+        v_head_dim=6,
+        sinks=True,
+        k_scale="heads",
+        v_scale="heads",
+        window=3,
+    )
+    a = build_verify(c)
+    a[name] = a[name].repeat_interleave(2)[::2]
+    refused(verify_attention, a, name, "last stride 1")
+
+
 def test_error_survives_a_process_border() -> None:
     with pytest.raises(ArgumentError) as raised:
         verify_attention(**{**base(), "window": -2})

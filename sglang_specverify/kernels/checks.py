@@ -45,7 +45,7 @@ def tensor(
         raise ArgumentError(argument, f"shape {list(value.shape)}", described)
     if device is not None and value.device != device:
         raise ArgumentError(argument, f"a tensor on {value.device}", f"a tensor on q's device, {device}")
-    if unit_last and value.shape[-1] > 1 and value.stride(-1) != 1:
+    if unit_last and value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ArgumentError(argument, f"strides {list(value.stride())}", "last stride 1")
     return value
 

@@ -120,8 +120,9 @@ def check_verify(a: VerifyArguments) -> Problem:
     check_mask(problem, a.mask, a.mask_offsets)
     _check_positions(a, problem)
     if checks.on_cpu(a.q):
-        _check_table_values(a, a.prefix_lens.long() + queries)
-        check_mask_values(a.mask, a.mask_offsets, a.prefix_lens, queries)
+        checks.table_values(a.table, a.row_ids, a.prefix_lens, a.prefix_lens.long() + queries, a.page_size)
+        if a.mask is not None and a.mask_offsets is not None:
+            checks.mask_values(a.mask, a.mask_offsets, a.prefix_lens, queries)
     return problem
 
 
@@ -142,7 +143,7 @@ def check_draft_decode(a: DraftArguments) -> Problem:
         raise ArgumentError("step", a.step, f"less than the {a.draft_slots.shape[2]} steps of draft_slots")
     _check_row_count("topk", problem.batch * a.topk, problem.rows)
     if checks.on_cpu(a.q):
-        _check_table_values(a, a.prefix_lens.long())
+        checks.table_values(a.table, a.row_ids, a.prefix_lens, a.prefix_lens.long(), a.page_size)
     return problem
 
 
@@ -231,20 +232,11 @@ def check_mask(problem: Problem, mask: torch.Tensor | None, mask_offsets: torch.
         raise ArgumentError("mask_offsets", f"a value with a {problem.kind} mask", "None: only full_mask has offsets")
     if mask is None:
         return
-    if problem.kind == "qlen_only":
-        if problem.ragged or problem.queries is None:
-            raise ArgumentError("mask_layout", "qlen_only with q_offsets", "full_mask: ragged requests have no common W")
-        batch, w = problem.batch, problem.queries
-        flat = isinstance(mask, torch.Tensor) and mask.dim() == 1
-        shape: tuple[int | str, ...] = (f">= {batch * w * w}",) if flat else (batch, w, w)
-        checks.tensor("mask", mask, shape, checks.MASKS, problem.device)
-        if mask.numel() < batch * w * w:
-            raise ArgumentError("mask", f"{mask.numel()} entries", f"bs*W*W = {batch * w * w} or more")
-    else:
-        checks.tensor("mask", mask, ("entries",), checks.MASKS, problem.device)
+    if problem.kind == "qlen_only" and (problem.ragged or problem.queries is None):
+        raise ArgumentError("mask_layout", "qlen_only with q_offsets", "full_mask: ragged requests have no common W")
+    checks.tree_mask(mask, problem.kind, mask_offsets, problem.batch, problem.queries or 0, problem.device)
+    if mask_offsets is not None:
         checks.tensor("mask_offsets", mask_offsets, (problem.batch + 1,), (torch.int64,), problem.device, unit_last=True)
-    if not mask.is_contiguous():
-        raise ArgumentError("mask", f"strides {list(mask.stride())}", "a contiguous mask")
 
 
 def _check_positions(a: VerifyArguments, problem: Problem) -> None:
@@ -262,29 +254,3 @@ def _check_positions(a: VerifyArguments, problem: Problem) -> None:
         need = int(a.q_offsets[-1])
     if len(a.positions) < need:
         raise ArgumentError("positions", f"{len(a.positions)} entries", f"{need} or more, one for each query row")
-
-
-def _check_table_values(a: CommonArguments, ends: torch.Tensor) -> None:
-    """Lengths, row ids and the table's width; `ends[r]` is one past the last position that the table is asked for."""
-    if (r := checks.first_row(a.prefix_lens < 0)) is not None:
-        raise ArgumentError("prefix_lens", f"{int(a.prefix_lens[r])} for request {r}", "0 or more")
-    rows, width = a.table.shape
-    if (r := checks.first_row((a.row_ids < 0) | (a.row_ids >= rows))) is not None:
-        raise ArgumentError("row_ids", f"{int(a.row_ids[r])} for request {r}", f"a row of table: 0 to {rows - 1}")
-    pages = (ends + a.page_size - 1) // a.page_size
-    if (r := checks.first_row(pages > width)) is not None:
-        raise ArgumentError("table", f"{width} columns", f"{int(pages[r])} or more: request {r} ends at position {int(ends[r])}")
-
-
-def check_mask_values(
-    mask: torch.Tensor | None, mask_offsets: torch.Tensor | None, prefix_lens: torch.Tensor, queries: torch.Tensor | int
-) -> None:
-    """Whether a full mask on the CPU holds W rows of L + W entries for each request."""
-    if mask is None or mask_offsets is None:
-        return
-    starts, stops = mask_offsets[:-1], mask_offsets[1:]
-    short = stops - starts < queries * (prefix_lens.long() + queries)
-    if (r := checks.first_row((starts < 0) | short)) is not None:
-        raise ArgumentError("mask_offsets", f"{int(starts[r])} to {int(stops[r])} for request {r}", "W rows of L + W entries")
-    if int(stops.max()) > len(mask):
-        raise ArgumentError("mask", f"{len(mask)} entries", f"{int(stops.max())} or more: mask_offsets reaches so far")

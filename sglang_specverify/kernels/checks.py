@@ -127,8 +127,8 @@ def table_values(
         raise ArgumentError("table", f"{width} columns", f"{int(pages[r])} or more: request {r} ends at position {int(ends[r])}")
 
 
-def mask_values(mask: torch.Tensor, mask_offsets: torch.Tensor, prefix_lens: torch.Tensor, width: int) -> None:
-    """Offsets of a full_mask, on the CPU: room for W rows of L + W entries a request, all inside the mask."""
+def mask_values(mask: torch.Tensor, mask_offsets: torch.Tensor, prefix_lens: torch.Tensor, width: torch.Tensor | int) -> None:
+    """Offsets of a full_mask, on the CPU: W rows of L + W entries each, all inside the mask; W is an int or int64 [bs]."""
     starts, stops = mask_offsets[:-1], mask_offsets[1:]
     short = stops - starts < width * (prefix_lens.long() + width)
     if (r := first_row((starts < 0) | short)) is not None:

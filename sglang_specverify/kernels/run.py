@@ -120,20 +120,29 @@ def launches(
 ) -> list[Launch]:
     """The launch of a checked call, the last one, and before it that of a plan where one is needed and none came."""
     config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=divide, deterministic=a.deterministic)
-    before = []
+    before: list[Launch] = []
     if plan is not None:
         check_plan(plan, a, problem, deterministic=a.deterministic)
         config = plan.shape.config
-    elif divide or tree_of(problem) is not None:
-        shape = shape_of(problem, config, deterministic=a.deterministic)
-        plan = Plan(a.prefix_lens[:0], problem.batch, shape, problem.window, divide, tree_of(problem))
-        plan = with_buffer(plan, problem.device, None)
-        before = [plan_launch(a.prefix_lens, a.row_ids, plan, masks_of(a, problem))]
+    else:
+        plan, before = own_plan(a, problem, config, divide=divide)
     split = None
     if divide:
         assert plan is not None
         split = split_of(plan, workspace, problem.device)
     return [*before, fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split)]
+
+
+def own_plan(
+    a: VerifyArguments | DraftArguments, problem: Problem, config: LaunchConfig, *, divide: bool, programs: int | None = None
+) -> tuple[Plan | None, list[Launch]]:
+    """A plan for one call that came without, and the launch that fills it; None and no launch where the call needs none."""
+    tree = tree_of(problem)
+    if not divide and tree is None:
+        return None, []
+    shape = shape_of(problem, config, deterministic=a.deterministic, programs=programs)
+    plan = with_buffer(Plan(a.prefix_lens, problem.batch, shape, problem.window, divide, tree), problem.device, None)
+    return plan, [plan_launch(a.prefix_lens, a.row_ids, plan, masks_of(a, problem))]
 
 
 def masks_of(a: VerifyArguments | DraftArguments, problem: Problem) -> Masks | None:

@@ -12,10 +12,10 @@ import torch
 
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.kernels.arguments import Problem, Scale, VerifyArguments, check_verify
-from sglang_specverify.kernels.fused import check_plan, fused_launch, refusal, tree_of
+from sglang_specverify.kernels.fused import check_plan, fused_launch, refusal
 from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
-from sglang_specverify.kernels.plan import Plan, plan_launch, with_buffer
-from sglang_specverify.kernels.run import config_of, masks_of, shape_of
+from sglang_specverify.kernels.plan import Plan
+from sglang_specverify.kernels.run import config_of, own_plan
 
 
 def tree_suffix_merge(
@@ -88,11 +88,9 @@ def tree_suffix_launches(a: VerifyArguments, problem: Problem, arch: str, plan: 
     """The launch of a checked call, and before it that of a plan where one is needed and none came."""
     assert a.out is not None
     config = config_of("tree_suffix", arch, problem, a.k_cache.dtype, a.q.dtype, deterministic=a.deterministic)
-    before = []
+    before: list[Launch] = []
     if plan is not None:
         check_plan(plan, a, problem, deterministic=plan.shape.deterministic)
-    elif (tree := tree_of(problem)) is not None:
-        shape = shape_of(problem, config, deterministic=False)
-        plan = with_buffer(Plan(a.prefix_lens, problem.batch, shape, problem.window, False, tree), problem.device, None)
-        before = [plan_launch(a.prefix_lens, a.row_ids, plan, masks_of(a, problem))]
+    else:
+        plan, before = own_plan(a, problem, config, divide=False)
     return [*before, fused_launch(a, problem, a.out, a.lse, config, arch, plan=plan, merge=True)]

@@ -1,4 +1,4 @@
-"""What a step prepares before its layers: this project's snapshot and plan, beside the launches of SGLang's fa3 backend."""
+"""What a step prepares before its layers, in one launch and in two, beside the launches of SGLang's fa3 backend."""
 
 from __future__ import annotations
 
@@ -48,18 +48,23 @@ def make(point: Point, device: torch.device, seed: int = 0) -> Step:
 
 
 def ours(step: Step) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
-    """The step's launches, and what they made of the page table."""
-    point, device = step.point, step.lens.device
-    # The rows hold the drafts too, for one table serves prefix and drafts.
-    out = torch.zeros(point.batch, step.req_to_token.shape[1], dtype=torch.int32, device=device)
-    with_drafts = step.lens + point.width
-    facts: dict[str, Any] = {
-        "num_draft_tokens": point.width, "q_heads": point.q_heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim,
-        "mask": step.mask, "mask_layout": "full_mask", "mask_offsets": step.mask_offsets, "divide": True,
-        "dtype": torch.bfloat16 if device.type == "cuda" else torch.float16,
-    }  # fmt: skip
+    """The one launch of `prepare_step`, and what it made of the page table."""
+    out, facts = _table(step), _facts(step)
+    copy: dict[str, Any] = {"table": out, "extra": step.point.width}
+    plan = kernels.prepare_step(step.req_to_token, step.rows, step.lens, **copy, **facts)
+
+    def run() -> None:
+        kernels.prepare_step(step.req_to_token, step.rows, step.lens, **copy, **facts, out=plan.buffer)
+
+    return run, lambda: out
+
+
+def two_launches(step: Step) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
+    """The same by the two operations that it joins."""
+    out, facts = _table(step), _facts(step)
+    with_drafts = step.lens + step.point.width
     # The step's table is the snapshot, which has its requests in order.
-    row_ids = torch.arange(point.batch, dtype=torch.int32, device=device)
+    row_ids = torch.arange(step.point.batch, dtype=torch.int32, device=step.lens.device)
     plan = kernels.plan_verify_attention(step.lens, row_ids, **facts)
 
     def run() -> None:
@@ -67,6 +72,20 @@ def ours(step: Step) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
         kernels.plan_verify_attention(step.lens, row_ids, **facts, out=plan.buffer)
 
     return run, lambda: out
+
+
+def _table(step: Step) -> torch.Tensor:
+    """The rows hold the drafts too, for one table serves prefix and drafts."""
+    return torch.zeros(step.point.batch, step.req_to_token.shape[1], dtype=torch.int32, device=step.lens.device)
+
+
+def _facts(step: Step) -> dict[str, Any]:
+    point = step.point
+    return {
+        "num_draft_tokens": point.width, "q_heads": point.q_heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim,
+        "mask": step.mask, "mask_layout": "full_mask", "mask_offsets": step.mask_offsets, "divide": True,
+        "dtype": torch.bfloat16 if step.lens.device.type == "cuda" else torch.float16,
+    }  # fmt: skip
 
 
 def stock(step: Step) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
@@ -106,7 +125,11 @@ def stock(step: Step) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
     return run, lambda: table
 
 
-ARMS: dict[str, Callable[[Step], tuple[Callable[[], Any], Callable[[], torch.Tensor]]]] = {"ours": ours, "fa3": stock}
+ARMS: dict[str, Callable[[Step], tuple[Callable[[], Any], Callable[[], torch.Tensor]]]] = {
+    "ours": ours,
+    "two_launches": two_launches,
+    "fa3": stock,
+}
 
 
 def measure(point: Point, device: torch.device) -> dict[str, Any]:

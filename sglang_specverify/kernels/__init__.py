@@ -8,6 +8,7 @@ from sglang_specverify.kernels.merge import merge_states, merge_states_reference
 from sglang_specverify.kernels.planning import plan_verify_attention, verify_attention_workspace_size
 from sglang_specverify.kernels.reference import draft_decode_attention_reference, verify_attention_reference
 from sglang_specverify.kernels.snapshot import snapshot_table
+from sglang_specverify.kernels.step import prepare_step
 from sglang_specverify.kernels.tree_suffix import tree_suffix_merge
 from sglang_specverify.kernels.variants import VARIANTS
 from sglang_specverify.kernels.verify_attention import draft_decode_attention, verify_attention
@@ -22,6 +23,7 @@ __all__ = [
     "merge_states",
     "merge_states_reference",
     "plan_verify_attention",
+    "prepare_step",
     "snapshot_table",
     "tree_suffix_merge",
     "verify_attention",

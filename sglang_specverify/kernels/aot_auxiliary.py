@@ -1,4 +1,4 @@
-"""Launches beside attention itself to compile ahead of time: plan, snapshot, merge, compaction, gather suffix."""
+"""Launches beside attention itself to compile ahead of time: plan, snapshot, step, merge, compaction, gather suffix."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.merge import merge_states_launch
 from sglang_specverify.kernels.plan import Masks, Plan, Shape, Tree, plan_launch, with_buffer
 from sglang_specverify.kernels.snapshot import snapshot_table_launch
+from sglang_specverify.kernels.step import prepare_step_launch
 
 _BATCH, _CONTEXT = 32, 1 << 17
 
@@ -29,7 +30,7 @@ class Auxiliary:
 
 def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
     """Every auxiliary kernel on `arch`; with `short` one launch each, and the gather suffix once for each head dim."""
-    for build in (_plans, _snapshots, _merges, _compactions):
+    for build in (_plans, _snapshots, _steps, _merges, _compactions):
         made = list(build(arch))
         yield from made[:1] if short else made
     for number, dims in enumerate(DIMS):
@@ -39,7 +40,6 @@ def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
 
 
 def _plans(arch: str) -> Iterator[Auxiliary]:
-    config, w = LaunchConfig(block_m=16, block_n=64, num_warps=4, num_stages=2), 8
     for batch, window, deterministic, kind in (
         (_BATCH, -1, False, "full_mask ragged"),
         (_BATCH, -1, False, ""),
@@ -49,19 +49,51 @@ def _plans(arch: str) -> Iterator[Auxiliary]:
         (1024, -1, False, "qlen_only"),
         (1024, 4096, True, "full_mask"),
     ):
-        shape = Shape(rows=16, kv_heads=8, v_head_dim=128, config=config, programs=264, deterministic=deterministic)
-        lens, full = meta(batch, dtype=torch.int32), kind.startswith("full_mask")
-        tree = Tree(batch * w, -(-w // 64) + 1) if kind else None
-        masks = Masks(
-            mask=meta(1 << 20, dtype=torch.bool) if full else meta(batch, w, w, dtype=torch.bool),
-            full=full,
-            offsets=meta(batch + 1, dtype=torch.int64) if full else None,
-            q_offsets=meta(batch + 1, dtype=torch.int32) if "ragged" in kind else None,
-            queries=w,
-        )
-        plan = with_buffer(Plan(lens, batch, shape, window, True, tree), lens.device, None)
+        plan, masks = _plan(batch, 8, kind, window=window, deterministic=deterministic)
         name = f"{arch} plan batch{batch}{' window' * (window >= 0)}{' deterministic' * deterministic} {kind or 'chain'}"
-        yield Auxiliary(name, plan_launch(lens, lens, plan, masks if kind else None))
+        yield Auxiliary(name, plan_launch(meta(batch, dtype=torch.int32), meta(batch, dtype=torch.int32), plan, masks))
+
+
+def _plan(
+    batch: int, w: int, kind: str, *, window: int = -1, deterministic: bool = False, divide: bool = True
+) -> tuple[Plan, Masks | None]:
+    """`kind`: a mask's layout, "ragged" behind it where rows are, or neither for a chain."""
+    config = LaunchConfig(block_m=16, block_n=64, num_warps=4, num_stages=2)
+    shape = Shape(rows=2 * w, kv_heads=8, v_head_dim=128, config=config, programs=264, deterministic=deterministic)
+    lens, full = meta(batch, dtype=torch.int32), kind.startswith("full_mask")
+    if not kind:
+        return with_buffer(Plan(lens, batch, shape, window, divide, None), lens.device, None), None
+    masks = Masks(
+        mask=meta(1 << 20, dtype=torch.bool) if full else meta(batch, w, w, dtype=torch.bool),
+        full=full,
+        offsets=meta(batch + 1, dtype=torch.int64) if full else None,
+        q_offsets=meta(batch + 1, dtype=torch.int32) if "ragged" in kind else None,
+        queries=w,
+    )
+    plan = Plan(lens, batch, shape, window, divide, Tree(batch * w, -(-w // 64) + 1))
+    return with_buffer(plan, lens.device, None), masks
+
+
+def _steps(arch: str) -> Iterator[Auxiliary]:
+    for batch, w, page_size, mapped, kind, divide in (
+        (_BATCH, 128, 1, True, "full_mask", True),
+        (_BATCH, 128, 1, False, "qlen_only", True),
+        (_BATCH, 8, 64, True, "full_mask ragged", True),
+        (1, 4, 1, False, "", True),
+        (256, 64, 1, False, "full_mask", True),
+        (1024, 64, 64, True, "qlen_only", True),
+        (1024, 256, 1, True, "full_mask", False),
+        (1024, 4, 1, False, "", False),
+    ):
+        plan, masks = _plan(batch, w, kind, divide=divide)
+        tables = [meta(batch, _CONTEXT // page_size, dtype=torch.int32) for _ in range(2)]
+        launch = prepare_step_launch(
+            meta(4096, _CONTEXT, dtype=torch.int32), meta(batch, dtype=torch.int64), meta(batch, dtype=torch.int64), plan, masks,
+            table=tables[0], page_size=page_size, slot_map=meta(1 << 20, dtype=torch.int64) if mapped else None,
+            window_table=tables[1] if mapped else None, extra=w, q_offsets=None if masks is None else masks.q_offsets,
+        )  # fmt: skip
+        name = f"{arch} step batch{batch} W{w} page{page_size}{' map' * mapped}{' divide' * divide} {kind or 'chain'}"
+        yield Auxiliary(name, launch)
 
 
 def _snapshots(arch: str) -> Iterator[Auxiliary]:

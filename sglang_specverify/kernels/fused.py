@@ -41,8 +41,10 @@ def check_plan(plan: Plan, a: VerifyArguments | DraftArguments, problem: Problem
     shape = plan.shape
     tree = tree_of(problem)
     names = "(bs, packed rows, Hkv, Dv, window, deterministic, tree)"
+    # Packed masks know no window.
+    window = plan.window if plan.divides else problem.window
     wanted = (problem.batch, packed_rows(problem), problem.kv_heads, problem.v_head_dim, problem.window, deterministic, tree)
-    has = (plan.batch, shape.rows, shape.kv_heads, shape.v_head_dim, plan.window, shape.deterministic, plan.tree)
+    has = (plan.batch, shape.rows, shape.kv_heads, shape.v_head_dim, window, shape.deterministic, plan.tree)
     if wanted != has:
         raise ArgumentError("plan", f"a plan made for {names} = {has}", f"one made for this call's {wanted}")
     if plan.buffer.device != problem.device:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -121,11 +122,12 @@ class Plan:
         buffer: int32, see the module. The kernel counts in it and leaves the counters at 0.
         batch: requests it was made for.
         shape: what it was made for; a call of another shape refuses it.
-        window: the window it was made for.
+        window: the window it was made for. Only a division depends on it: a plan without one serves every window.
         divides: whether prefixes are divided; without it there are no items and no counters.
         tree: the size of the packed masks, None for chains and branches.
         call: what else a call must have in common with it: kind, ragged, head dim, page size, dtypes of Q and of the cache.
             Empty for a plan that its own call makes.
+        undivided_config: launch configuration of a kernel that does without the division; the shape's where None.
     """
 
     buffer: torch.Tensor
@@ -135,6 +137,17 @@ class Plan:
     divides: bool
     tree: Tree | None
     call: tuple[object, ...] = ()
+    undivided_config: LaunchConfig | None = None
+
+    def undivided(self) -> Plan:
+        """The same packed masks in the same memory, without the division: for layers of another window than the plan's.
+
+        It holds what the buffer holds, so whatever fills this plan anew fills that one too.
+        """
+        if not self.divides:
+            return self
+        shape = replace(self.shape, config=self.undivided_config or self.shape.config)
+        return replace(self, buffer=self.buffer[self.bits_at :], shape=shape, divides=False)
 
     @property
     def capacity(self) -> int:
@@ -199,47 +212,90 @@ def with_buffer(plan: Plan, device: torch.device, out: torch.Tensor | None) -> P
 
 
 def plan_launch(prefix_lens: torch.Tensor, row_ids: torch.Tensor, plan: Plan, masks: Masks | None = None) -> Launch:
-    """The launch that fills `plan.buffer`: for each request one program that divides and one for each word of its masks."""
+    """The launch that fills `plan.buffer`: for each request a program that divides, and some that pack its masks."""
     from sglang_specverify.kernels.plan_kernel import plan_kernel
 
-    shape, batch = plan.shape, plan.batch
-    block = max(16, 1 << (batch - 1).bit_length()) if batch else 16
-    words = 0 if plan.tree is None else plan.tree.words
     return Launch(
         kernel=plan_kernel,
-        grid=(batch, int(plan.divides) + words, 1),
-        arguments={
-            "prefix_lens": prefix_lens,
-            "row_ids": row_ids,
-            "plan": plan.buffer,
-            "batch": batch,
-            "capacity": plan.capacity,
-            "window": plan.window,
-            "slots": float(shape.slots),
-            "overhead": OVERHEAD_KEYS,
-            "counters_at": plan.counters_at,
-            "counters": shape.counters(1),
-            "mask": None if masks is None else masks.mask.view(torch.uint8),
-            "mask_offsets": None if masks is None else masks.offsets,
-            "q_offsets": None if masks is None else masks.q_offsets,
-            "bits": plan.bits,
-            "seen": plan.seen,
-            "queries": 0 if masks is None else masks.queries,
-            "words": words,
-        },
-        constants={
-            "SPLIT": plan.divides,
-            "TREE": plan.tree is not None,
-            "FULL_MASK": masks is not None and masks.full,
-            "RAGGED": masks is not None and masks.q_offsets is not None,
-            "HAS_WINDOW": plan.window >= 0,
-            "DETERMINISTIC": shape.deterministic,
-            "MAX_SPLITS": shape.max_splits,
-            "MIN_CHUNK": DETERMINISTIC_CHUNK if shape.deterministic else MIN_CHUNK,
-            "ALIGN": ALIGN,
-            "BLOCK_BATCH": block,
-            "BLOCK_ITEMS": 64,
-            "CANDIDATES": 16,
-        },
-        options={"num_warps": 1 if block <= 64 else 4 if block <= 256 else 8},
+        grid=(plan.batch, programs_for_a_request(plan, masks), 1),
+        arguments={"prefix_lens": prefix_lens, "row_ids": row_ids, **plan_arguments(plan, masks)},
+        constants=plan_constants(plan, masks),
+        options={"num_warps": plan_warps(plan)},
     )
+
+
+def programs_for_a_request(plan: Plan, masks: Masks | None) -> int:
+    """Programs that fill a request's part of the buffer: one divides, and some pack each word of its masks."""
+    return int(plan.divides) + (0 if plan.tree is None else plan.tree.words * packers(masks))
+
+
+def packers(masks: Masks | None) -> int:
+    """Programs for a word: one for every 32 rows; where that is more than one, others for what all rows see together."""
+    blocks = _row_blocks(masks)
+    return blocks + (64 // _seen_keys(masks) if blocks > 1 else 0)
+
+
+def plan_warps(plan: Plan) -> int:
+    """By the requests that a dividing program reads at once, and for packing."""
+    block = _block_batch(plan.batch) if plan.divides else 1
+    return 8 if block > 256 else 4 if block > 64 or plan.tree is not None else 1
+
+
+def plan_arguments(plan: Plan, masks: Masks | None) -> dict[str, Any]:
+    """What the programs that fill `plan.buffer` take, beside the lengths and the rows of the table."""
+    return {
+        "plan": plan.buffer,
+        "batch": plan.batch,
+        "capacity": plan.capacity,
+        "window": plan.window,
+        "slots": float(plan.shape.slots),
+        "overhead": OVERHEAD_KEYS,
+        "counters_at": plan.counters_at,
+        "counters": plan.shape.counters(1),
+        "mask": None if masks is None else masks.mask.view(torch.uint8),
+        "mask_offsets": None if masks is None else masks.offsets,
+        "q_offsets": None if masks is None else masks.q_offsets,
+        "bits": plan.bits,
+        "seen": plan.seen,
+        "queries": 0 if masks is None else masks.queries,
+        "words": 0 if plan.tree is None else plan.tree.words,
+    }
+
+
+def plan_constants(plan: Plan, masks: Masks | None) -> dict[str, Any]:
+    """The constants of those programs."""
+    shape = plan.shape
+    return {
+        "SPLIT": plan.divides,
+        "TREE": plan.tree is not None,
+        "FULL_MASK": masks is not None and masks.full,
+        "RAGGED": masks is not None and masks.q_offsets is not None,
+        "HAS_WINDOW": plan.window >= 0,
+        "DETERMINISTIC": shape.deterministic,
+        "MAX_SPLITS": shape.max_splits,
+        "MIN_CHUNK": DETERMINISTIC_CHUNK if shape.deterministic else MIN_CHUNK,
+        "ALIGN": ALIGN,
+        "BLOCK_BATCH": _block_batch(plan.batch),
+        "BLOCK_ITEMS": 64,
+        "CANDIDATES": 16,
+        "ROW_BLOCKS": _row_blocks(masks),
+        "SEEN_ROWS": _seen_rows(masks),
+        "SEEN_KEYS": _seen_keys(masks),
+    }
+
+
+def _block_batch(batch: int) -> int:
+    return max(16, 1 << (batch - 1).bit_length()) if batch else 16
+
+
+def _row_blocks(masks: Masks | None) -> int:
+    return 1 if masks is None else -(-masks.queries // 32)
+
+
+def _seen_rows(masks: Masks | None) -> int:
+    return 64 if masks is None else max(64, 1 << (masks.queries - 1).bit_length())
+
+
+def _seen_keys(masks: Masks | None) -> int:
+    """Keys of a word that one program looks up in all rows: 4096 bytes at once, so fewer keys where there are many rows."""
+    return min(64, max(8, 4096 // _seen_rows(masks)))

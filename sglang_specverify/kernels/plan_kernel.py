@@ -8,12 +8,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _divide(
-    request, prefix_lens, row_ids, plan, batch, capacity, window, slots, overhead, counters_at, counters,
+def divide(
+    request, row, prefix_lens, plan, batch, capacity, window, slots, overhead, counters_at, counters,
     HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Write one request's work items, and its counters as 0. See `plan.py` for the layout and the rule."""
+    """Write one request's work items, and its counters as 0. See `plan.py` for the layout and the rule.
+
+    `row`: of the table, what the calls read for this request.
+    """
     r = tl.arange(0, BLOCK_BATCH)
     is_request = r < batch
     prefix = tl.load(prefix_lens + r, mask=is_request, other=0).to(tl.int32)
@@ -55,7 +58,6 @@ def _divide(
     my_prefix = tl.sum(tl.where(mine, prefix, 0), 0)
     my_chunk = tl.sum(tl.where(mine, chunk_of, 0), 0)
 
-    row = tl.load(row_ids + request)
     for at in tl.range(0, my_splits, BLOCK_ITEMS):
         s = at + tl.arange(0, BLOCK_ITEMS)
         is_item = s < my_splits
@@ -79,9 +81,24 @@ def _divide(
 
 
 @triton.jit
-def _pack(request, word, mask, mask_offsets, q_offsets, prefix_lens, bits, seen, queries, words,
-          FULL_MASK: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
-    """Write the bits of 64 keys for all rows of a request, and which of the keys some row sees."""
+def _visible(base, stride, i, j, count):
+    """int32 [rows, keys], 0 or 1: whether row i sees draft j, as the byte at base + i * stride + j says; the prefix has j < 0."""
+    inside = (i < count)[:, None] & ((j >= 0) & (j < count))[None, :]
+    byte = tl.load(base + (i[:, None] * stride + j[None, :]), mask=inside, other=0)
+    return ((j < 0)[None, :] | (byte != 0)).to(tl.int32)
+
+
+@triton.jit
+def pack(request, part, mask, mask_offsets, q_offsets, prefix_lens, bits, seen, queries, words,
+          FULL_MASK: tl.constexpr, RAGGED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+          SEEN_ROWS: tl.constexpr, SEEN_KEYS: tl.constexpr):  # fmt: skip
+    """Write the bits of 64 keys for 32 rows of a request, or which of some keys any row sees.
+
+    Parts are pairs (block, word), the words of a block behind each other. There are ROW_BLOCKS blocks of 32 rows, and after
+    them those that look at all rows (at most SEEN_ROWS) for SEEN_KEYS keys of the word; a single block of rows does both.
+    """
+    word = part % words
+    block = part // words
     if RAGGED:
         first_row = tl.load(q_offsets + request).to(tl.int64)
         count = tl.load(q_offsets + request + 1) - first_row.to(tl.int32)
@@ -96,18 +113,25 @@ def _pack(request, word, mask, mask_offsets, q_offsets, prefix_lens, bits, seen,
         base = mask + first_row * queries
         stride = queries
     bit = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     j = word * 64 + bit - prefix % 64
-    any_row = tl.zeros([64], tl.int32)
-    for start in tl.range(0, count, 32):
-        i = start + tl.arange(0, 32)
-        inside = (i < count)[:, None] & ((j >= 0) & (j < count))[None, :]
-        byte = tl.load(base + (i[:, None] * stride + j[None, :]), mask=inside, other=0)
-        visible = tl.where((j < 0)[None, :] | (byte != 0), 1, 0)
-        # Distinct powers of two: the sum is their union.
-        word_bits = tl.sum(visible.to(tl.int64) << bit[None, :].to(tl.int64), 1)
+    seen += (request.to(tl.int64) * words + word) * 64
+    if block < ROW_BLOCKS:
+        i = block * 32 + lane
+        # Threads lie along the keys, so to sum along them would be exchanges between threads for every row. So a key's 32 rows
+        # become one integer within a thread, and those integers are turned. Distinct powers of two: a sum is their union.
+        columns = tl.sum(_visible(base, stride, i, j, count) << lane[:, None], 0)
+        turned = (columns[:, None] >> lane[None, :]) & 1
+        word_bits = tl.sum(turned.to(tl.int64) << bit[:, None].to(tl.int64), 0)
         tl.store(bits + (first_row + i) * words + word, word_bits, mask=i < count)
-        any_row = any_row | tl.max(visible, 0)
-    tl.store(seen + (request.to(tl.int64) * words + word) * 64 + bit, any_row.to(tl.int8))
+        if ROW_BLOCKS == 1:
+            tl.store(seen + bit, ((columns != 0) & (count > 0)).to(tl.int8))
+    if ROW_BLOCKS > 1:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
+        if block >= ROW_BLOCKS:
+            key = (block - ROW_BLOCKS) * SEEN_KEYS + tl.arange(0, SEEN_KEYS)
+            rows = tl.arange(0, SEEN_ROWS)
+            some = tl.max(_visible(base, stride, rows, word * 64 + key - prefix % 64, count), 0)
+            tl.store(seen + key, ((some != 0) & (count > 0)).to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "window", "counters_at", "counters", "queries", "words"])
@@ -117,17 +141,22 @@ def plan_kernel(
     SPLIT: tl.constexpr, TREE: tl.constexpr, FULL_MASK: tl.constexpr, RAGGED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr, SEEN_ROWS: tl.constexpr, SEEN_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request, part): part 0 divides where there is a SPLIT, every other one packs a word of the tree."""
+    """Programs (request, part): part 0 divides where there is a SPLIT, every other one packs words of the tree."""
     request = tl.program_id(0)
     part = tl.program_id(1)
     if SPLIT:
         if part == 0:
-            _divide(
-                request, prefix_lens, row_ids, plan, batch, capacity, window, slots, overhead, counters_at, counters,
+            divide(
+                request, tl.load(row_ids + request), prefix_lens, plan, batch, capacity, window, slots, overhead, counters_at,
+                counters,
                 HAS_WINDOW, DETERMINISTIC, MAX_SPLITS, MIN_CHUNK, ALIGN, BLOCK_BATCH, BLOCK_ITEMS, CANDIDATES,
             )  # fmt: skip
         part -= 1
     if TREE:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if part >= 0:
-            _pack(request, part, mask, mask_offsets, q_offsets, prefix_lens, bits, seen, queries, words, FULL_MASK, RAGGED)
+            pack(
+                request, part, mask, mask_offsets, q_offsets, prefix_lens, bits, seen, queries, words,
+                FULL_MASK, RAGGED, ROW_BLOCKS, SEEN_ROWS, SEEN_KEYS,
+            )  # fmt: skip

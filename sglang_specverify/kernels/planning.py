@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from sglang_specverify.errors import ArgumentError, SpecverifyError
@@ -15,6 +17,32 @@ from sglang_specverify.kernels.run import config_of, programs_of, shape_of
 
 #: The largest row tile of any launch configuration.
 _MAX_BLOCK_M = 128
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What `plan_verify_attention` and `prepare_step` take beside the step's lengths and tables; see the former."""
+
+    num_draft_tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None
+    dtype: torch.dtype
+    cache_dtype: torch.dtype | None
+    page_size: int
+    window: int
+    branches: bool
+    q_offsets: torch.Tensor | None
+    num_rows: int | None
+    mask: torch.Tensor | None
+    mask_layout: str
+    mask_offsets: torch.Tensor | None
+    deterministic: bool
+    divide: bool | None
+    programs: int | None
+    config: LaunchConfig | None
+    out: torch.Tensor | None
 
 
 def plan_verify_attention(
@@ -70,49 +98,63 @@ def plan_verify_attention(
         ArgumentError: an argument that does not fit; nothing was launched.
         SpecverifyError: the tensors are where no kernel runs.
     """
+    plan, masks = plan_of(prefix_lens, Layers(
+        num_draft_tokens=num_draft_tokens, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, window=window, branches=branches, q_offsets=q_offsets,
+        num_rows=num_rows, mask=mask, mask_layout=mask_layout, mask_offsets=mask_offsets, deterministic=deterministic,
+        divide=divide, programs=programs, config=config, out=out,
+    ))  # fmt: skip
+    checks.tensor("row_ids", row_ids, (plan.batch,), (torch.int32,), prefix_lens.device, unit_last=True)
+    if plan.batch > 0:
+        plan_launch(prefix_lens, row_ids, plan, masks).run()
+    return plan
+
+
+def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
+    """A plan, not filled yet, and the masks that go into it. Raises what `plan_verify_attention` does."""
     checks.tensor("prefix_lens", prefix_lens, ("bs",), checks.INTS, unit_last=True)
     device, batch = prefix_lens.device, len(prefix_lens)
-    checks.tensor("row_ids", row_ids, (batch,), (torch.int32,), device, unit_last=True)
-    for name, value in (("num_draft_tokens", num_draft_tokens), ("q_heads", q_heads), ("kv_heads", kv_heads),
-                        ("head_dim", head_dim), ("page_size", page_size)):  # fmt: skip
-        checks.integer(name, value, 1)
-    checks.integer("window", window, -1)
-    if q_heads % kv_heads:
-        raise ArgumentError("q_heads", f"{q_heads} for {kv_heads} KV heads", "a whole number of query heads per KV head")
-    if branches and (mask is not None or q_offsets is not None):
+    for name in ("num_draft_tokens", "q_heads", "kv_heads", "head_dim", "page_size"):
+        checks.integer(name, getattr(a, name), 1)
+    checks.integer("window", a.window, -1)
+    if a.q_heads % a.kv_heads:
+        raise ArgumentError("q_heads", f"{a.q_heads} for {a.kv_heads} KV heads", "a whole number of query heads per KV head")
+    if a.branches and (a.mask is not None or a.q_offsets is not None):
         raise ArgumentError("branches", "True with a mask or q_offsets", "neither: draft decode has topk rows and no mask")
-    if q_offsets is not None:
-        checks.tensor("q_offsets", q_offsets, (batch + 1,), (torch.int32,), device, unit_last=True)
-        if num_rows is None:
+    if a.q_offsets is not None:
+        checks.tensor("q_offsets", a.q_offsets, (batch + 1,), (torch.int32,), device, unit_last=True)
+        if a.num_rows is None:
             raise ArgumentError("num_rows", "None with q_offsets", "the rows of q")
     problem = Problem(
-        kind="branches" if branches else kind_of(mask, mask_layout),
-        batch=batch, rows=batch * num_draft_tokens if num_rows is None else num_rows, queries=num_draft_tokens,
-        ragged=q_offsets is not None, q_heads=q_heads, kv_heads=kv_heads, group=q_heads // kv_heads, head_dim=head_dim,
-        v_head_dim=v_head_dim or head_dim, page_size=page_size, window=window, softcap=0.0, sm_scale=1.0, out_dtype=dtype,
-        device=device,
+        kind="branches" if a.branches else kind_of(a.mask, a.mask_layout),
+        batch=batch, rows=batch * a.num_draft_tokens if a.num_rows is None else a.num_rows, queries=a.num_draft_tokens,
+        ragged=a.q_offsets is not None, q_heads=a.q_heads, kv_heads=a.kv_heads, group=a.q_heads // a.kv_heads,
+        head_dim=a.head_dim, v_head_dim=a.v_head_dim or a.head_dim, page_size=a.page_size, window=a.window, softcap=0.0,
+        sm_scale=1.0, out_dtype=a.dtype, device=device,
     )  # fmt: skip
     if batch > 0:
-        check_mask(problem, mask, mask_offsets)
+        check_mask(problem, a.mask, a.mask_offsets)
     if not uses_triton(device):
         raise SpecverifyError(
             f"plans are for Triton kernels, and none run on {device.type} here",
             "use CUDA tensors, or set TRITON_INTERPRET=1 before triton is imported",
         )
-    cache_dtype, arch = dtype if cache_dtype is None else cache_dtype, arch_of(device)
+    cache_dtype, arch = a.dtype if a.cache_dtype is None else a.cache_dtype, arch_of(device)
+    whole = a.config or config_of("fused", arch, problem, cache_dtype, a.dtype, deterministic=a.deterministic)
+    divide = a.divide
     if divide is None:
-        whole = config or config_of("fused", arch, problem, cache_dtype, dtype, deterministic=deterministic)
-        tiles = -(-packed_rows(problem) // whole.block_m) * kv_heads * batch
-        divide = deterministic or 2 * tiles <= programs_of(device, whole)
-    if config is None:
-        config = config_of("fused", arch, problem, cache_dtype, dtype, split=divide, deterministic=deterministic)
-    call = call_of(problem, dtype, cache_dtype)
-    shape = shape_of(problem, config, deterministic=deterministic, programs=programs)
-    plan = with_buffer(Plan(prefix_lens, batch, shape, window, divide, tree_of(problem), call), device, out)
-    masks = None if mask is None else Masks(mask, mask_layout == "full_mask", mask_offsets, q_offsets, num_draft_tokens)
-    if batch > 0:
-        plan_launch(prefix_lens, row_ids, plan, masks).run()
-    return plan
+        tiles = -(-packed_rows(problem) // whole.block_m) * a.kv_heads * batch
+        divide = a.deterministic or 2 * tiles <= programs_of(device, whole)
+    config = whole
+    if divide and a.config is None:
+        config = config_of("fused", arch, problem, cache_dtype, a.dtype, split=True, deterministic=a.deterministic)
+    call = call_of(problem, a.dtype, cache_dtype)
+    shape = shape_of(problem, config, deterministic=a.deterministic, programs=a.programs)
+    plan = Plan(prefix_lens, batch, shape, a.window, divide, tree_of(problem), call, whole)
+    masks = None
+    if a.mask is not None:
+        masks = Masks(a.mask, a.mask_layout == "full_mask", a.mask_offsets, a.q_offsets, a.num_draft_tokens)
+    return with_buffer(plan, device, a.out), masks
 
 
 def verify_attention_workspace_size(

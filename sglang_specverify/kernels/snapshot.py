@@ -61,7 +61,7 @@ def snapshot_table(
     if slot_map is not None:
         checks.tensor("slot_map", slot_map, ("n",), checks.INTS, device)
     checks.output("out", checks.tensor("out", out, (">= bs", "width"), (torch.int32,), device))
-    batch, (rows, context), width = len(seq_lens), req_to_token.shape, out.shape[1]
+    batch, width = len(seq_lens), out.shape[1]
     if len(out) < batch:
         raise ArgumentError("out", f"{len(out)} rows", f"{batch} or more, one for each request")
     if batch == 0:
@@ -73,9 +73,38 @@ def snapshot_table(
         snapshot_table_launch(req_to_token, req_pool_indices, seq_lens, page_size, slot_map, out, arch_of(device)).run()
         return out
 
-    pages = (seq_lens.long() + page_size - 1) // page_size
-    if checks.on_cpu(out):
-        _check_lengths(seq_lens, pages, context, width)
+    wanted, slots = slots_of(req_to_token, req_pool_indices, seq_lens, page_size, slot_map, width, ("seq_lens", "out"))
+    if triton:
+        # In the interpreter, after all checks; what they computed is not used.
+        snapshot_table_launch(req_to_token, req_pool_indices, seq_lens, page_size, slot_map, out, arch_of(device)).run()
+        return out
+    target = out[:batch, : wanted.shape[1]]
+    target.copy_(torch.where(wanted, slots // page_size, target))
+    return out
+
+
+def slots_of(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    ends: torch.Tensor,
+    page_size: int,
+    slot_map: torch.Tensor | None,
+    width: int,
+    names: tuple[str, str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which columns of a copy are wanted (bool [bs, columns]), and the slots where their pages begin (int64, 0 elsewhere).
+
+    In plain PyTorch. Request r is read below position `ends[r]`; `width` and `names`: columns of the copy, and the arguments
+    that errors name for the lengths and for it.
+
+    Raises:
+        ArgumentError: on a CPU, a value that `snapshot_table` refuses.
+    """
+    (rows, context), device = req_to_token.shape, ends.device
+    on_cpu = checks.on_cpu(ends)
+    pages = (ends.long() + page_size - 1) // page_size
+    if on_cpu:
+        _check_lengths(ends, pages, context, width, names)
         if (r := checks.first_row((req_pool_indices < 0) | (req_pool_indices >= rows))) is not None:
             raise ArgumentError("req_pool_indices", f"{int(req_pool_indices[r])} for request {r}", f"0 to {rows - 1}")
         width = int(pages.max())
@@ -84,18 +113,12 @@ def snapshot_table(
     slots = req_to_token[req_pool_indices.long()[:, None], column * page_size].long()
     slots = slots.masked_fill(~wanted, 0)
     if slot_map is not None:
-        if checks.on_cpu(out):
+        if on_cpu:
             _check_slots("req_to_token", slots, wanted, len(slot_map))
         slots = slot_map[slots.clamp(0, len(slot_map) - 1)].long() if len(slot_map) else slots
-    if checks.on_cpu(out):
+    if on_cpu:
         _check_slots("slot_map" if slot_map is not None else "req_to_token", slots, wanted, None, page_size)
-    if triton:
-        # In the interpreter, after all checks; what they computed is not used.
-        snapshot_table_launch(req_to_token, req_pool_indices, seq_lens, page_size, slot_map, out, arch_of(device)).run()
-        return out
-    target = out[:batch, : len(column)]
-    target.copy_(torch.where(wanted, slots // page_size, target))
-    return out
+    return wanted, slots
 
 
 def snapshot_table_launch(
@@ -135,16 +158,27 @@ def snapshot_table_launch(
             "out_row": out.stride(0),
             "out_column": out.stride(1),
         },
-        constants={"PAGE_SIZE": page_size, "HAS_SLOT_MAP": slot_map is not None, "BLOCK": _BLOCK},
+        constants={
+            "PAGE_SIZE": page_size,
+            "HAS_SLOT_MAP": slot_map is not None,
+            "BLOCK": _BLOCK,
+            "WIDE": blocks_at_once(req_to_token, page_size, slot_map),
+        },
         options={"num_warps": 2 if arch.startswith("gfx") else 4},
     )
 
 
-def _check_lengths(seq_lens: torch.Tensor, pages: torch.Tensor, context: int, width: int) -> None:
-    if (r := checks.first_row((seq_lens < 0) | (seq_lens > context))) is not None:
-        raise ArgumentError("seq_lens", f"{int(seq_lens[r])} for request {r}", f"0 to {context}, the columns of req_to_token")
+def blocks_at_once(req_to_token: torch.Tensor, page_size: int, slot_map: torch.Tensor | None) -> int:
+    """Blocks that a program of a long row reads together: as many as registers hold, and what is gathered takes more of them."""
+    return 4 if req_to_token.dtype == torch.int32 and page_size == 1 and slot_map is None else 1
+
+
+def _check_lengths(ends: torch.Tensor, pages: torch.Tensor, context: int, width: int, names: tuple[str, str]) -> None:
+    lengths, target = names
+    if (r := checks.first_row((ends < 0) | (ends > context))) is not None:
+        raise ArgumentError(lengths, f"an end at {int(ends[r])} for request {r}", f"0 to {context}, the columns of req_to_token")
     if (r := checks.first_row(pages > width)) is not None:
-        raise ArgumentError("out", f"{width} columns", f"{int(pages[r])} or more: request {r} has {int(seq_lens[r])} tokens")
+        raise ArgumentError(target, f"{width} columns", f"{int(pages[r])} or more: request {r} has {int(ends[r])} tokens")
 
 
 def _check_slots(argument: str, slots: torch.Tensor, wanted: torch.Tensor, count: int | None, page_size: int = 1) -> None:

@@ -17,15 +17,19 @@ from .calls import one_table
 
 def plan_for(a: dict[str, Any], **options: Any) -> Plan:
     """A plan for the call, made as a step makes it; `options` are those of `plan_verify_attention`."""
+    return plan_verify_attention(a["prefix_lens"], a["row_ids"], **(layers_of(a) | options))
+
+
+def layers_of(a: dict[str, Any]) -> dict[str, Any]:
+    """What `plan_verify_attention` and `prepare_step` are told of the call, beside its lengths and tables."""
     q, k, v, branches = a["q"], a["k_cache"], a["v_cache"], "draft_slots" in a
     taken = {name: a[name] for name in ("mask", "mask_layout", "mask_offsets", "q_offsets") if a.get(name) is not None}
-    values = {
+    return {
         "num_draft_tokens": a["topk"] if branches else a["num_draft_tokens"], "q_heads": q.shape[1], "kv_heads": k.shape[1],
         "head_dim": q.shape[2], "v_head_dim": v.shape[2], "dtype": q.dtype, "cache_dtype": k.dtype, "branches": branches,
         "page_size": a.get("page_size", 1), "window": a.get("window", -1), "num_rows": len(q) if "q_offsets" in taken else None,
         "deterministic": a.get("deterministic", False), **taken,
     }  # fmt: skip
-    return plan_verify_attention(a["prefix_lens"], a["row_ids"], **(values | options))
 
 
 def block_n(a: dict[str, Any]) -> int:

@@ -110,7 +110,7 @@ def test_deterministic_parts_are_of_a_fixed_length(device: str) -> None:
     assert check_parts(plan, lens, -1) == {0: 1, 1: 2, 2: 4, 3: plan.shape.max_splits}
 
 
-@pytest.mark.parametrize("w", [1, 33, 64, 70])
+@pytest.mark.parametrize("w", [1, 33, 64, 70, 130])
 @pytest.mark.parametrize("prefix_lens", [(3, 40, 0), (64, 63, 129)])
 @pytest.mark.parametrize("kind", ["qlen_only", "full_mask", "ragged"])
 def test_masks_as_bits(device: str, kind: str, prefix_lens: tuple[int, ...], w: int) -> None:
@@ -184,6 +184,46 @@ def test_plan_of_new_lengths_and_masks_in_the_same_buffer(device: str, kind: str
     again = plan_for(a, divide=True, out=plan.buffer)
     assert again.buffer is plan.buffer
     check(a, variant="fused_split", plan=again, splits=8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_that_divides_nothing_serves_every_window(device: str, kind: str) -> None:
+    a = build(kind, device, (700, 30))
+    plan = plan_for(a, divide=False, window=200)
+    for window in (-1, 0, 90, 200):
+        with launches() as seen:
+            check({**a, "window": window}, variant="auto", plan=plan)
+        assert names(seen) == ["verify_attention_kernel"] and not seen[0].constants["SPLIT"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_undivided_for_layers_of_other_windows(device: str, kind: str, deterministic: bool) -> None:
+    """Full layers run divided and window layers not, on one buffer; what fills it anew serves both."""
+    a = build(kind, device, (700, 30)) | {"deterministic": deterministic}
+    whole = plan_for(a, divide=True)
+    plan = whole.undivided()
+    assert plan.undivided() is plan and not plan.divides
+    if kind in ("qlen_only", "full_mask"):
+        assert plan.bits is not None and plan.seen is not None and whole.bits is not None and whole.seen is not None
+        assert plan.bits.data_ptr() == whole.bits.data_ptr() and len(plan.bits) == len(whole.bits)
+        assert plan.seen.data_ptr() == whole.seen.data_ptr() and len(plan.seen) == len(whole.seen)
+    b = build(kind, device, (40, 690)) | {"deterministic": deterministic}
+    for call in (a, b):
+        assert plan_for(call, divide=True, out=whole.buffer).words == whole.words
+        check(call, variant="auto", plan=whole, splits=16)
+        for window in (-1, 60):
+            check({**call, "window": window}, variant="auto", plan=plan)
+    with launches() as seen, pytest.raises(ArgumentError, match="plan: got"):
+        check({**a, "window": 60}, variant="auto", plan=whole)
+    assert not seen
+
+
+def test_undivided_launches_as_a_plan_that_divides_nothing(device: str) -> None:
+    a = build("chain", device, (700, 30))
+    assert plan_for(a, divide=True).undivided().shape.config == plan_for(a, divide=False).shape.config
+    config = LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    assert plan_for(a, divide=True, config=config).undivided().shape.config == config
 
 
 def test_a_plan_of_another_call_is_refused(device: str) -> None:

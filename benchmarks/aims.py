@@ -59,7 +59,7 @@ class Row:
 
     def own_kernel(self) -> float | None:
         """The fused kernel, whatever would be selected beside FlashAttention."""
-        name = self._fastest(iter(("fused", "fused_split")))
+        name = self._fastest(iter(("fused", "fused_split", "specialized")))
         return None if name is None else self.us(name)
 
     def ratio(self, over: float | None, under: float | None) -> float | None:

@@ -165,6 +165,7 @@ def gather(inputs: Inputs) -> Call:
 OURS = (
     Arm("fused", "ours", variant("fused"), ("tree", "chain", "draft")),
     Arm("fused_split", "ours", variant("fused_split"), ("tree", "chain", "draft")),
+    Arm("specialized", "ours", variant("specialized")),
     Arm("fa3+tree_suffix", "ours", tree_tile, fp8_products=True),
     Arm("fa3+gather_suffix", "ours", gather, fp8_products=True),
 )

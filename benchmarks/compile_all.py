@@ -26,10 +26,13 @@ from rich.table import Table
 
 from benchmarks import record
 from sglang_specverify.errors import SpecverifyError
-from sglang_specverify.kernels import aot, aot_auxiliary, aot_cases, tables, targets
+from sglang_specverify.kernels import aot, aot_auxiliary, aot_cases, aot_specialized, tables, targets
+
+#: A call of an attention kernel.
+Case = aot_cases.Case | aot_specialized.SpecializedCase
 
 #: A case, or the architecture and number of an auxiliary launch.
-Job = aot_cases.Case | tuple[str, int]
+Job = Case | tuple[str, int]
 
 OUT = Path(__file__).parent / "results" / "compile-all.json"
 
@@ -61,7 +64,7 @@ class Outcome:
         return "; ".join(part for part in parts if part)
 
 
-def run(case: aot_cases.Case, cache: aot.Cache) -> Outcome:
+def run(case: Case, cache: aot.Cache) -> Outcome:
     """Compile a case with the launch configuration that serves it."""
     config, spill_bytes, source = case.configured()
     compiled, problems = aot.check(case.launch(config), case.arch, cache, spill_bytes=spill_bytes)
@@ -78,15 +81,16 @@ def jobs(arches: list[str]) -> Iterator[Job]:
     """Every case of every architecture, and the number of every auxiliary launch, which itself goes to no other process."""
     for arch in arches:
         yield from aot_cases.shipped(arch)
+        yield from aot_specialized.specialized(arch)
         yield from ((arch, number) for number in range(sum(1 for _ in aot_auxiliary.auxiliary(arch))))
 
 
 def name_of(job: Job) -> str:
-    return job.name if isinstance(job, aot_cases.Case) else _auxiliary(job[0])[job[1]].name
+    return job.name if isinstance(job, Case) else _auxiliary(job[0])[job[1]].name
 
 
 def run_job(job: Job, path: Path) -> Outcome:
-    if isinstance(job, aot_cases.Case):
+    if isinstance(job, Case):
         return run(job, _cache(path))
     arch, number = job
     return outcome_of(_auxiliary(arch)[number], arch, _cache(path))

@@ -198,6 +198,10 @@ def _source(launch: Launch, backend: Any) -> tuple[Any, Any]:
     bound, specialization, given = bind(**launch.arguments, **launch.constants, **launch.options)
     # Arguments that the kernel does not have are a mistake of its builder and stay a TypeError or a KeyError.
     options, signature, constants, attributes = kernel._pack_args(backend, dict(given), bound, specialization, given)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constants, attributes), options
     return ASTSource(kernel, signature, constants, attributes), options
 
 

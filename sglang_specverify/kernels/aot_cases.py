@@ -100,7 +100,7 @@ class Case:
         return "tree_suffix" if self.operation == "tree_suffix" else "fused"
 
     def facts(self) -> TableFacts:
-        arguments, problem = self._call()
+        arguments, problem = self.arguments()
         return table_facts(problem, arguments.k_cache.dtype, arguments.q.dtype, split=self.operation == "fused_split")
 
     def configured(self) -> tuple[LaunchConfig, int, str]:
@@ -113,7 +113,7 @@ class Case:
 
     def launch(self, config: LaunchConfig) -> Launch:
         """The launch with tensors on the "meta" device."""
-        a, problem = self._call()
+        a, problem = self.arguments()
         out = meta(problem.rows, problem.q_heads, problem.v_head_dim, dtype=a.q.dtype)
         lse = meta(problem.rows, problem.q_heads, dtype=torch.float32) if a.return_lse else None
         divide, merge = self.operation == "fused_split", self.operation == "tree_suffix"
@@ -122,7 +122,8 @@ class Case:
         )
         return attention
 
-    def _call(self) -> tuple[VerifyArguments | DraftArguments, Problem]:
+    def arguments(self) -> tuple[VerifyArguments | DraftArguments, Problem]:
+        """The call, checked, with tensors on the "meta" device."""
         asked = FEATURES[self.feature]
         queries, heads = max(1, self.rows // self.group), self.group * _KV_HEADS
         page_size, window, slots = asked.get("page_size", 1), asked.get("window", -1), asked.get("slots", 1 << 16)

@@ -41,13 +41,17 @@ def _tile_slots(table_row, start, slot_map, PAGE_SIZE: tl.constexpr, HAS_SLOT_MA
 
 
 @triton.jit
-def _wanted_slots(table_row, n, wanted, slot_map, PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr):
-    """int64 cache slots of the keys n, -1 where not wanted or where nothing may look."""
+def _wanted_slots(table_row, n, exists, wanted, slot_map, PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr):
+    """int64 cache slots of the keys n, -1 where not wanted or where nothing may look.
+
+    The table is read wherever a key `exists`: what is `wanted` may itself be on its way from memory, and need not be waited for.
+    """
     if PAGE_SIZE == 1:
-        slot = tl.load(table_row + n, mask=wanted, other=-1).to(tl.int64)
+        slot = tl.load(table_row + n, mask=exists, other=-1).to(tl.int64)
+        slot = tl.where(wanted, slot, -1)
     else:
-        page = tl.load(table_row + n // PAGE_SIZE, mask=wanted, other=-1).to(tl.int64)
-        slot = tl.where(page >= 0, page * PAGE_SIZE + n % PAGE_SIZE, -1)
+        page = tl.load(table_row + n // PAGE_SIZE, mask=exists, other=-1).to(tl.int64)
+        slot = tl.where(wanted & (page >= 0), page * PAGE_SIZE + n % PAGE_SIZE, -1)
     if HAS_SLOT_MAP:
         slot = tl.load(slot_map + slot, mask=slot >= 0, other=-1).to(tl.int64)
     return slot
@@ -79,21 +83,17 @@ def _spread(bits, local, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _tree_visible(words, count, start, base, cut, is_row,
-                  MERGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _tree_visible(bits, bits_2, start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: which of the keys from `start` on, a multiple of BLOCK_N, each row sees.
 
-    Word 0 begins at key `base`, a multiple of 64; the prefix ends `cut` keys later.
+    `bits` is the word that holds key `start`; `bits_2` the next one, where a tile has 128 keys.
     """
     local = tl.arange(0, BLOCK_N)
-    word = (start - base) >> 6
-    bits = _tree_word(words, word, count, is_row, cut, MERGE)
     if BLOCK_N < 64:
         bits = bits >> (start & 63)
     visible = _spread(bits, local, BLOCK_M, BLOCK_N)
     if BLOCK_N > 64:
-        following = _tree_word(words, word + 1, count, is_row, cut, MERGE)
-        visible = tl.where((local & 64)[None, :] != 0, _spread(following, local, BLOCK_M, BLOCK_N), visible)
+        visible = tl.where((local & 64)[None, :] != 0, _spread(bits_2, local, BLOCK_M, BLOCK_N), visible)
     return visible
 
 
@@ -233,6 +233,10 @@ def verify_attention_kernel(
             begin = tl.maximum(begin, tl.minimum(tl.maximum(first_key, 0), prefix) // BLOCK_N * BLOCK_N)
     if MERGE:
         begin = prefix // BLOCK_N * BLOCK_N
+        # The prefix's result comes while the drafts' keys do: the loop is one to three tiles long and would hide nothing later.
+        before = tl.load(lse + rows * lse_row + q_heads.to(tl.int64) * lse_head, mask=is_row, other=float("-inf")) * LOG2_E
+        merged_at = out + rows[:, None] * out_row + q_heads[:, None].to(tl.int64) * out_head + dv[None, :]
+        prefix_out = tl.load(merged_at, mask=is_row[:, None] & (dv < DV)[None, :], other=0.0)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -269,33 +273,48 @@ def verify_attention_kernel(
                 m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
         begin = full_stop
 
+    if KIND == 1:
+        # Words come a tile ahead: they are all that a masked tile reads and no pipeline brings.
+        word = (begin - base) >> 6
+        bits = _tree_word(row_words, word, tree_words, is_row, prefix - base, MERGE)
+        bits_2 = bits
+        if BLOCK_N > 64:
+            bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
+
     for start in tl.range(begin, stop, BLOCK_N):
         n = start + local
         # A key that nobody sees is not read: what it holds may be NaN, and 0 * NaN is NaN.
-        wanted = n < stop
+        exists = n < stop
         if MERGE:
-            wanted = wanted & (n >= prefix)
+            exists = exists & (n >= prefix)
+        wanted = exists
         if HAS_WINDOW:
             if KIND == 0:
                 key_position = n
             elif KIND == 1:
-                key_position = tl.load(positions + first_row + (n - prefix), mask=wanted & (n >= prefix), other=0).to(tl.int32)
+                key_position = tl.load(positions + first_row + (n - prefix), mask=exists & (n >= prefix), other=0).to(tl.int32)
                 key_position = tl.where(n < prefix, n, key_position)
             else:
                 key_position = tl.where(n < prefix, n, prefix + (n - prefix) % branch_keys)
             wanted = wanted & (key_position >= first_key)
         if KIND == 1:
-            wanted = wanted & (tl.load(seen_keys + (n - base), mask=wanted & (n >= prefix), other=1) != 0)
+            wanted = wanted & (tl.load(seen_keys + (n - base), mask=exists & (n >= prefix), other=1) != 0)
+            word = (start + BLOCK_N - base) >> 6
+            bits_now = bits
+            bits_2_now = bits_2
+            bits = _tree_word(row_words, word, tree_words, is_row, prefix - base, MERGE)
+            if BLOCK_N > 64:
+                bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
         if KIND == 2:
             j = n - prefix
-            slot = _wanted_slots(table_row, n, wanted & (j < 0), None, PAGE_SIZE, False)
+            slot = _wanted_slots(table_row, n, exists & (j < 0), wanted & (j < 0), None, PAGE_SIZE, False)
             own = draft_slots + request.to(tl.int64) * draft_row + (j // branch_keys).to(tl.int64) * draft_branch
             drafted = tl.load(own + (j % branch_keys) * draft_step, mask=wanted & (j >= 0), other=-1).to(tl.int64)
             slot = tl.where(j < 0, slot, drafted)
             if HAS_SLOT_MAP:
                 slot = tl.load(slot_map + slot, mask=slot >= 0, other=-1).to(tl.int64)
         else:
-            slot = _wanted_slots(table_row, n, wanted, slot_map, PAGE_SIZE, HAS_SLOT_MAP)
+            slot = _wanted_slots(table_row, n, exists, wanted, slot_map, PAGE_SIZE, HAS_SLOT_MAP)
         is_k = (slot >= 0)[None, :]
         if D != BLOCK_D:
             is_k = is_k & (d < D)[:, None]
@@ -310,7 +329,7 @@ def verify_attention_kernel(
         if KIND == 0:
             visible = (n - prefix)[None, :] <= i[:, None]
         elif KIND == 1:
-            visible = _tree_visible(row_words, tree_words, start, base, prefix - base, is_row, MERGE, BLOCK_M, BLOCK_N)
+            visible = _tree_visible(bits_now, bits_2_now, start, BLOCK_M, BLOCK_N)
         else:
             branch = tl.where(n < prefix, -1, (n - prefix) // branch_keys)
             visible = (n < stop)[None, :] & ((branch < 0)[None, :] | (branch[None, :] == i[:, None]))
@@ -382,10 +401,9 @@ def verify_attention_kernel(
     # What the rows of acc, and of the prefix's result, are multiplied by in the end: once each, in place of divisions.
     factor = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     if MERGE:
-        before = tl.load(lse_at, mask=is_row, other=float("-inf")) * LOG2_E
-        # Some kernels mark a row without keys with +inf.
+        # Some kernels mark a row without keys with +inf, and leave anything in its output.
         before = tl.where(before == float("inf"), float("-inf"), before)
-        prefix_out = tl.load(out_at, mask=is_out & (before > float("-inf"))[:, None], other=0.0)
+        prefix_out = tl.where((before > float("-inf"))[:, None], prefix_out.to(tl.float32), 0.0)
         # The stores below are in place: every warp has read what it merges before any warp writes.
         tl.debug_barrier()
         m_new = tl.maximum(m, before)
@@ -413,5 +431,5 @@ def verify_attention_kernel(
         norm = tl.where(empty, 1.0, total * alpha + sunk)
     result = acc * (tl.where(empty, 0.0, factor) / norm)[:, None]
     if MERGE:
-        result += prefix_out.to(tl.float32) * (weight / norm)[:, None]
+        result += prefix_out * (weight / norm)[:, None]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=is_out)

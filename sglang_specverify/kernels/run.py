@@ -11,6 +11,8 @@ from sglang_specverify.kernels.fused import check_plan, fused_launch, packed_row
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, Shape, plan_launch, with_buffer
 from sglang_specverify.kernels.reference import Result, run_draft_decode, run_verify
+from sglang_specverify.kernels.specialized import refusal as specialized_refusal
+from sglang_specverify.kernels.specialized import specialized_launch
 from sglang_specverify.kernels.tables import TableFacts, lookup
 from sglang_specverify.kernels.variants import Choice, VariantFacts, choose_variant
 
@@ -71,7 +73,7 @@ def run(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, pla
     choice = choose(a, problem, variant, plan)
     if choice.name == "reference":
         return run_draft_decode(a, problem) if isinstance(a, DraftArguments) else run_verify(a, problem)
-    return _run_fused(a, problem, choice.name == "fused_split", plan, workspace)
+    return _run_triton(a, problem, choice.name, plan, workspace)
 
 
 def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, plan: Plan | None = None) -> Choice:
@@ -86,6 +88,8 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
         interpreting=device.type == "cpu",
         capturing=device.type == "cuda" and torch.cuda.is_current_stream_capturing(),
         refusal=refusal(a, problem, arch),
+        specialized=specialized_refusal(a, problem, arch),
+        rows=packed_rows(problem),
         programs=-(-packed_rows(problem) // config.block_m) * problem.kv_heads * problem.batch,
         fill=programs_of(device, config),
         longest=a.table.shape[1] * problem.page_size if problem.window < 0 else problem.window,
@@ -95,12 +99,12 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
     return choose_variant(variant, facts)
 
 
-def _run_fused(
-    a: VerifyArguments | DraftArguments, problem: Problem, divide: bool, plan: Plan | None, workspace: torch.Tensor | None
+def _run_triton(
+    a: VerifyArguments | DraftArguments, problem: Problem, variant: str, plan: Plan | None, workspace: torch.Tensor | None
 ) -> Result:
     out, lse = _outputs(a, problem)
     if problem.batch > 0:
-        for launch in launches(a, problem, out, lse, arch_of(problem.device), divide, plan, workspace):
+        for launch in launches(a, problem, out, lse, arch_of(problem.device), variant, plan, workspace):
             launch.run()
     if not a.return_lse:
         return out
@@ -114,11 +118,12 @@ def launches(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     arch: str,
-    divide: bool,
+    variant: str,
     plan: Plan | None = None,
     workspace: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launch of a checked call, the last one, and before it that of a plan where one is needed and none came."""
+    divide = variant == "fused_split"
     config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=divide, deterministic=a.deterministic)
     before: list[Launch] = []
     if plan is not None:
@@ -126,6 +131,11 @@ def launches(
         config = plan.shape.config
     else:
         plan, before = own_plan(a, problem, config, divide=divide)
+    if variant == "specialized":
+        assert isinstance(a, VerifyArguments)
+        config = config_of("specialized", arch, problem, a.k_cache.dtype, a.q.dtype)
+        programs = detect().multiprocessors
+        return [*before, specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan)]
     split = None
     if divide:
         assert plan is not None

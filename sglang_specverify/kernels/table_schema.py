@@ -24,8 +24,10 @@ from sglang_specverify.kernels.launch import AMD_OPTIONS, LaunchConfig
 SCHEMA = 1
 
 #: Kernels that have launch configurations.
-Kernel = Literal["fused", "tree_suffix"]
+Kernel = Literal["fused", "tree_suffix", "specialized"]
 KERNELS: tuple[str, ...] = get_args(Kernel)
+#: Those that a table may leave out: they are written for one architecture.
+OPTIONAL_KERNELS = ("specialized",)
 
 #: A condition [least, most] on these facts; most null for no limit.
 SIZES = ("rows", "head_dim", "v_head_dim", "page_size", "total_rows")
@@ -150,7 +152,8 @@ def parse(text: str, file: str, arch: str | None = None) -> Table:
             raise _bad(file, name, raw[name], "text")
     if arch is not None and raw["arch"] != arch:
         raise _bad(file, "arch", raw["arch"], repr(arch))
-    kernels = _object(f"{file}, kernels", raw["kernels"], KERNELS)
+    required = tuple(kernel for kernel in KERNELS if kernel not in OPTIONAL_KERNELS)
+    kernels = _object(f"{file}, kernels", raw["kernels"], required, OPTIONAL_KERNELS)
     parsed = {}
     for kernel, entries in kernels.items():
         if not isinstance(entries, list):

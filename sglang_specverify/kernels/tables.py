@@ -42,12 +42,16 @@ def find(arch: str, kernel: str, facts: TableFacts) -> tuple[int, Entry] | str:
     table = read(arch)
     if table is None:
         return f"no table for {arch}"
-    holding = ((number, entry) for number, entry in enumerate(table.kernels[kernel]) if entry.holds(facts))
+    holding = ((number, entry) for number, entry in enumerate(table.kernels.get(kernel, ())) if entry.holds(facts))
     return next(holding, f"{arch}.json has no entry of {kernel} for this call")
 
 
 def rule(arch: str, kernel: str, facts: TableFacts) -> LaunchConfig:
     """A launch that fits the hardware, for calls that no table knows. Not tuned."""
+    if kernel == "specialized":
+        # All of the shared memory, and of the registers for 512 threads.
+        keys = 128 if facts.head_dim > 64 else 64
+        return LaunchConfig(128, keys, 4, 2 if keys == 128 else 4, 1, max_registers=128)
     if arch == "none":
         # The interpreter: small blocks, so that small tests run through several.
         return LaunchConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)

@@ -8,11 +8,14 @@ from sglang_specverify.errors import ArgumentError, SpecverifyError
 
 #: Every implementation in this version, by the name that `variant` takes.
 #: reference: FP64, plain PyTorch. fused: one kernel over prefix and drafts. fused_split: the same, with the prefix divided
-#: over programs by a plan.
-VARIANTS = ("reference", "fused", "fused_split")
+#: over programs by a plan. specialized: one kernel over both for Hopper and many query rows.
+VARIANTS = ("reference", "fused", "fused_split", "specialized")
 
 #: Below this many keys a prefix is not worth dividing: `plan.MIN_CHUNK` for each of two parts.
 SHORT_PREFIX = 512
+
+#: Up to so many packed rows half of a specialised tile would be padding, and the fused kernel is as fast.
+FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class VariantFacts:
         interpreting: Triton's interpreter is on.
         capturing: a graph is being captured on this thread's stream.
         refusal: why the fused kernel cannot take the call, or None.
+        specialized: why the specialised kernel cannot take it, or None.
+        rows: packed query rows of a KV head in one request.
         programs: programs of the fused kernel without a split: row tiles times KV heads times requests.
         fill: programs that the device runs at once.
         longest: keys that a table row can hold, an upper bound of every L.
@@ -35,6 +40,8 @@ class VariantFacts:
     interpreting: bool = False
     capturing: bool = False
     refusal: str | None = None
+    specialized: str | None = "it is written for other hardware"
+    rows: int = 1
     programs: int = 1
     fill: int = 1
     longest: int = 1 << 30
@@ -86,7 +93,7 @@ def refusal_of(variant: str, facts: VariantFacts) -> str | None:
         return f"it runs on cuda, and on cpu in Triton's interpreter, not on {facts.device}"
     if facts.divided is not None and facts.divided != (variant == "fused_split"):
         return f"a plan came that {'divides' if facts.divided else 'does not divide'} prefixes"
-    return facts.refusal
+    return facts.specialized if variant == "specialized" else facts.refusal
 
 
 def _choose(facts: VariantFacts) -> Choice:
@@ -96,14 +103,23 @@ def _choose(facts: VariantFacts) -> Choice:
             return Choice("reference", f"on a CPU: {refusal}")
         # On a GPU nobody is served by the slow reference unasked.
         raise SpecverifyError(f"no kernel serves this call: {refusal}", 'change what it names, or pass variant="reference"')
+    if facts.divided:
+        return Choice("fused_split", "the plan divides prefixes")
     if facts.divided is not None:
-        return (
-            Choice("fused_split", "the plan divides prefixes") if facts.divided else Choice("fused", "the plan divides nothing")
-        )
+        return _undivided(facts, "the plan divides nothing")
     if facts.deterministic:
         return Choice("fused_split", "deterministic: the split follows each request's own length")
     if facts.longest <= SHORT_PREFIX:
-        return Choice("fused", f"a table row holds {facts.longest} keys at most, too few to divide")
+        return _undivided(facts, f"a table row holds {facts.longest} keys at most, too few to divide")
     if 2 * facts.programs > facts.fill:
-        return Choice("fused", f"{facts.programs} programs for {facts.fill} at once: the device is filled without a split")
+        return _undivided(facts, f"{facts.programs} programs for {facts.fill} at once: the device is filled without a split")
     return Choice("fused_split", f"{facts.programs} programs for {facts.fill} at once: the prefix is divided")
+
+
+def _undivided(facts: VariantFacts, reason: str) -> Choice:
+    """One of the two kernels that read a whole prefix in one program."""
+    if facts.rows <= FEW_ROWS:
+        return Choice("fused", f"{reason}; {facts.rows} rows of a KV head fill no specialised tile")
+    if facts.specialized is not None:
+        return Choice("fused", f"{reason}; the specialised kernel does not take it: {facts.specialized}")
+    return Choice("specialized", f"{reason}; {facts.rows} rows of a KV head fill its tiles")

@@ -129,8 +129,8 @@ def entry_of(bucket: Bucket, measured: Mapping[LaunchConfig, Measured], spills: 
 
 
 def table_of(arch: str, triton: str, note: str, tuned: Mapping[str, Sequence[Entry]], before: Table | None) -> Table:
-    """The tuned entries, and after them those of the table before that can still win."""
-    kernels = {}
+    """The tuned entries, then those of the table before that can still win; a kernel that is not tuned keeps its own."""
+    kernels = {} if before is None else {kernel: old for kernel, old in before.kernels.items() if kernel not in tuned}
     for kernel, entries in tuned.items():
         rest = () if before is None else before.kernels.get(kernel, ())
         kernels[kernel] = (*entries, *(old for old in rest if not any(_covers(entry, old) for entry in entries)))

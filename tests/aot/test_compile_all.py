@@ -15,6 +15,7 @@ from benchmarks import compile_all
 from sglang_specverify.kernels import tables
 from sglang_specverify.kernels.aot import Compiled, problems
 from sglang_specverify.kernels.aot_cases import CACHES, DIMS, OPERATIONS, shipped
+from sglang_specverify.kernels.aot_specialized import specialized
 
 COMPILED = Compiled("verify_attention_kernel", "sm_90", 168, 0, 0, 0, 65536, {"wgmma.mma_async": 4}, (), 2.0)
 
@@ -46,8 +47,9 @@ def test_every_entry_of_every_table_is_compiled() -> None:
         table = tables.read(arch)
         assert table is not None
         cases = list(shipped(arch))
-        assert len({case.name for case in cases}) == len(cases)
-        served = {case.configured()[2] for case in cases}
+        everything = [*cases, *specialized(arch)]
+        assert len({case.name for case in everything}) == len(everything)
+        served = {case.configured()[2] for case in everything}
         assert served == {f"{kernel} entry {n}" for kernel, entries in table.kernels.items() for n in range(len(entries))}
         assert {(case.operation, case.kind) for case in cases} == set(OPERATIONS)
         assert {(case.dims, case.cache) for case in cases} >= {(dims, cache) for dims in DIMS for cache in ("bf16", "e4m3")}

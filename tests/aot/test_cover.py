@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compile_all import Outcome
+from sglang_specverify.kernels.aot_specialized import specialized
 from sglang_specverify.kernels.targets import TARGETS
 from tests.aot import workers
 from tests.aot.cover import CASES, FACTORS, cover, pairs, pairs_of
@@ -24,12 +25,15 @@ MATRIX = {
 }
 
 
+SPECIALIZED = tuple(specialized("sm_90", short=True))
+
+
 @pytest.fixture(scope="session")
 def futures(pool: ProcessPoolExecutor, pytestconfig: pytest.Config) -> dict[str, Any]:
     """Everything at once, so that all cores work; results of earlier runs come from pytest's cache folder."""
     assert pytestconfig.cache is not None
     cache = pytestconfig.cache.mkdir("aot") / "compiled.jsonl"
-    cases = {case.name: pool.submit(workers.compile_case, case, cache) for case in CASES}
+    cases = {case.name: pool.submit(workers.compile_case, case, cache) for case in (*CASES, *SPECIALIZED)}
     return cases | {arch: pool.submit(workers.compile_auxiliary, arch, cache) for arch in TARGETS}
 
 
@@ -50,12 +54,27 @@ def test_attention_fits_its_target(futures: dict[str, Any], case: Any) -> None:
     assert outcome.compiled.shared_bytes > 0
 
 
+@pytest.mark.parametrize("case", SPECIALIZED, ids=lambda case: case.name)
+def test_the_specialised_kernel_fits(futures: dict[str, Any], case: Any) -> None:
+    outcome = futures[case.name].result()
+    check(outcome)
+    assert outcome.compiled.kernel == "specialized_kernel"
+    assert set(outcome.compiled.matrix_instructions) == {"wgmma.mma_async"}
+    assert outcome.source.startswith("specialized entry")
+
+
+def test_only_one_architecture_has_the_specialised_kernel() -> None:
+    assert [arch for arch in TARGETS if list(specialized(arch))] == ["sm_90"]
+    properties = {(case.call.kind, case.call.dims, case.call.cache, case.call.feature, case.sinks) for case in SPECIALIZED}
+    assert [len(set(values)) for values in zip(*properties, strict=True)] == [3, 2, 2, 3, 2]
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_everything_else_fits_its_target(futures: dict[str, Any], arch: str) -> None:
     outcomes = futures[arch].result()
     kernels = {outcome.compiled.kernel for outcome in outcomes if outcome.compiled is not None}
     assert {"plan_kernel", "snapshot_table_kernel", "merge_states_kernel", "compact_visible_slots_kernel"} < kernels
-    assert "gather_suffix_merge_kernel" in kernels
+    assert {"gather_suffix_merge_kernel", "prepare_step_kernel"} < kernels
     for outcome in outcomes:
         check(outcome)
 

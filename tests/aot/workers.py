@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.compile_all import Outcome, outcome_of, run
+from benchmarks.compile_all import Case, Outcome, outcome_of, run
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.kernels import aot
 from sglang_specverify.kernels.aot_auxiliary import auxiliary
-from sglang_specverify.kernels.aot_cases import Case, meta
+from sglang_specverify.kernels.aot_cases import meta
 from sglang_specverify.kernels.targets import from_arch
 
 

@@ -114,6 +114,7 @@ def test_a_dry_run_holds_this_projects_variants_to_the_gate(tmp_path: Path) -> N
     for row in rows:
         assert row["selected"] in ("fused", "fused_split"), row["reason"]
         assert set(row["arms"]) == {arm.name for arm in OURS}
+        assert "written for sm_90" in row["arms"].pop("specialized")["why"]
         for name, arm in row["arms"].items():
             assert "why" not in arm and arm["error"] < LIMIT, f"{name}: {arm}"
             assert not {"warm", "cold"} & set(arm)

@@ -53,10 +53,15 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _operations(a: dict[str, Any], kind: str, label: str) -> Iterator[tuple[str, Callable[[], object]]]:
     from tests.interpreter.calls import check
+    from tests.interpreter.soak import sharpened
 
     yield "fused", lambda: check(a, variant="fused", strided=True, lse_layout="heads")
     yield "fused_split", lambda: check(a, variant="fused_split", splits=8)
+    if sharpened("fused", a, a["q"].device.type) == "specialized":
+        yield "specialized", lambda: check(a, variant="specialized", lse_layout="heads")
     yield "deterministic", lambda: check({**a, "deterministic": True}, variant="fused_split", splits=16)
+    if label == "plain":
+        yield "prepare_step", lambda: _step(a)
     if kind != "branches":
         yield "tree_suffix_merge", lambda: _tree_suffix(a)
     if kind in ("qlen_only", "full_mask") and label == "plain":
@@ -111,6 +116,23 @@ def _snapshot(a: dict[str, Any]) -> None:
     want = torch.full_like(out, -7)
     want[0, :3], want[2, :1] = pages[2, :3].int(), pages[1, :1].int()
     assert torch.equal(out, want), f"got {out.tolist()}, want {want.tolist()}"
+
+
+def _step(a: dict[str, Any]) -> None:
+    """The call's table taken for the engine's; the call itself with the copy and the plan of a step, divided and not."""
+    from sglang_specverify.kernels import prepare_step
+    from tests.interpreter.calls import check
+    from tests.interpreter.plans import layers_of
+
+    table = torch.full_like(a["table"], -1)
+    row_ids = torch.arange(len(a["row_ids"]), dtype=torch.int32, device=table.device)
+    w = 0 if "draft_slots" in a else a["num_draft_tokens"]
+    plan = prepare_step(
+        a["table"], a["row_ids"], a["prefix_lens"], table=table, extra=w, **layers_of(a) | {"divide": True, "programs": 64}
+    )
+    own = {**a, "table": table, "row_ids": row_ids}
+    check(own, variant="auto", plan=plan, splits=8)
+    check(own, variant="auto", plan=plan.undivided())
 
 
 def _merge_states(a: dict[str, Any]) -> None:

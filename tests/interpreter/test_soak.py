@@ -57,7 +57,7 @@ def test_sweep_covers_every_kernel_mask_and_cache(device: str) -> None:
     names: list[str] = [name for name, _ in sweep.calls(device)]
     assert len(names) == len(set(names))
     for part in (*sweep.KINDS, *(str(cache)[6:] for cache in sweep.CACHES), "tree_suffix_merge", "gather_suffix_merge",
-                 "snapshot_table", "merge_states", "deterministic"):  # fmt: skip
+                 "snapshot_table", "prepare_step", "merge_states", "deterministic"):  # fmt: skip
         assert any(part in name for name in names), part
 
 

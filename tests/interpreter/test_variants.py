@@ -9,6 +9,8 @@ import torch
 
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.kernels import VARIANTS
+from sglang_specverify.kernels.launch import arch_of
+from sglang_specverify.kernels.specialized import ARCH
 from sglang_specverify.kernels.variants import VariantFacts, choose_variant
 from tests.kernels.cases import Config, build_draft, build_verify
 
@@ -28,6 +30,8 @@ LAUNCHES = {
     "reference": [],
     "fused": ["verify_attention_kernel"],
     "fused_split": ["plan_kernel", "verify_attention_kernel"],
+    # On the one architecture that has it; `test_specialized.py` runs it everywhere.
+    "specialized": ["specialized_kernel"],
 }
 
 
@@ -40,7 +44,7 @@ def test_every_variant_is_tested_here() -> None:
     assert set(LAUNCHES) == set(VARIANTS)
 
 
-@pytest.mark.parametrize("variant", LAUNCHES)
+@pytest.mark.parametrize("variant", [name for name in LAUNCHES if name != "specialized"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_named_variant_is_the_one_that_runs(device: str, kind: str, variant: str) -> None:
     a = build(kind, device)
@@ -55,6 +59,19 @@ def test_a_named_variant_is_the_one_that_runs(device: str, kind: str, variant: s
         assert seen[-1].constants["SPLIT"] is (variant == "fused_split")
         assert seen[-1].constants["KIND"] == {"chain": CHAIN, "branches": BRANCHES}.get(kind, TREE)
         assert seen[-1].constants["MERGE"] is False
+
+
+def test_the_specialised_variant_runs_on_its_hardware_and_is_refused_elsewhere(device: str) -> None:
+    a = build("chain", device, head_dim=64, v_head_dim=64)
+    arch = arch_of(torch.device(device))
+    with launches() as seen:
+        if arch == ARCH:
+            check(a, variant="specialized")
+            assert names(seen) == LAUNCHES["specialized"]
+            return
+        with pytest.raises(SpecverifyError, match=f"variant specialized cannot serve this call: it is written for {ARCH}"):
+            call(a, variant="specialized")
+    assert seen == []
 
 
 def test_divided_runs_divide(device: str) -> None:
@@ -186,7 +203,8 @@ def test_reference_is_refused_in_a_capture() -> None:
 def test_the_comparison_does_not_depend_on_the_variant(device: str) -> None:
     """All variants of one call lie within the same bounds of the same numbers."""
     a = build("qlen_only", device)
-    results = {variant: call(a, variant=variant) for variant in VARIANTS}
+    # The specialised one takes no head dim of 16; `test_specialized.py` holds it to the same bounds.
+    results = {variant: call(a, variant=variant) for variant in VARIANTS if variant != "specialized"}
     for out, lse in results.values():
         compare(a, out, lse, splits=8)
     assert not torch.equal(results["fused"][1], results["reference"][1]), "two implementations, not one under two names"

@@ -15,7 +15,7 @@ import pytest
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.kernels import tables
 from sglang_specverify.kernels.launch import LaunchConfig
-from sglang_specverify.kernels.table_schema import KERNELS, Entry, Table, TableFacts, parse, render
+from sglang_specverify.kernels.table_schema import KERNELS, OPTIONAL_KERNELS, Entry, Table, TableFacts, parse, render
 
 ARCHES = ("sm_90", "sm_100", "sm_103", "sm_107", "gfx942", "gfx950")
 FACTS = TableFacts(
@@ -63,7 +63,7 @@ def test_every_entry_of_a_shipped_table_can_win(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [*ARCHES, "none", "sm_80", "sm_120", "gfx90a"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel not in OPTIONAL_KERNELS])
 def test_every_call_has_a_launch_for_its_architecture(arch: str, kernel: str) -> None:
     for facts in (*calls(), replace(FACTS, q_bits=32, cache_bits=32)):
         launch, reason = tables.lookup(arch, kernel, facts)
@@ -73,6 +73,14 @@ def test_every_call_has_a_launch_for_its_architecture(arch: str, kernel: str) ->
         assert launch.block_m <= max(64, 2 * facts.rows)
 
 
+@pytest.mark.parametrize(("dim", "keys", "stages"), [(64, 64, 4), (128, 128, 2)])
+def test_the_specialised_kernel_has_the_launch_that_fills_a_multiprocessor(dim: int, keys: int, stages: int) -> None:
+    facts = replace(FACTS, head_dim=dim, v_head_dim=dim)
+    launch = LaunchConfig(128, keys, 4, stages, 1, max_registers=128)
+    assert tables.rule("sm_90", "specialized", facts) == launch == tables.lookup("sm_90", "specialized", facts)[0]
+    assert tables.find("sm_100", "specialized", facts) == "sm_100.json has no entry of specialized for this call"
+
+
 def test_the_interpreter_and_unknown_hardware_follow_the_rule() -> None:
     assert tables.lookup("none", "fused", FACTS) == (LaunchConfig(16, 16, 4, 1), "rule: no table for none")
     assert tables.lookup("sm_80", "fused", FACTS)[1] == "rule: no table for sm_80"
@@ -80,7 +88,7 @@ def test_the_interpreter_and_unknown_hardware_follow_the_rule() -> None:
 
 
 def test_an_unknown_kernel_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="kernel: got 'fusd'; allowed: fused or tree_suffix"):
+    with pytest.raises(ArgumentError, match="kernel: got 'fusd'; allowed: fused or tree_suffix or specialized"):
         tables.lookup("sm_90", "fusd", FACTS)
 
 

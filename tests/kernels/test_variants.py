@@ -27,6 +27,13 @@ GPU = VariantFacts(device="cuda", programs=8, fill=132, longest=1 << 20)
         ({"device": "cpu", "interpreting": True}, "fused_split", "8 programs"),
         ({"device": "cpu", "interpreting": True, "refusal": "FP64 outputs"}, "reference", "FP64 outputs"),
         ({"capturing": True}, "fused_split", "8 programs"),
+        ({"programs": 67, "rows": 65, "specialized": None}, "specialized", "filled without a split; 65 rows of a KV head"),
+        ({"programs": 67, "rows": 64, "specialized": None}, "fused", "64 rows of a KV head fill no specialised tile"),
+        ({"programs": 67, "rows": 65, "specialized": "has a window"}, "fused", "does not take it: has a window"),
+        ({"divided": False, "rows": 512, "specialized": None}, "specialized", "the plan divides nothing; 512 rows"),
+        ({"divided": True, "rows": 512, "specialized": None}, "fused_split", "the plan divides prefixes"),
+        ({"deterministic": True, "rows": 512, "specialized": None}, "fused_split", "deterministic"),
+        ({"programs": 66, "rows": 512, "specialized": None}, "fused_split", "66 programs"),
     ],
 )
 def test_auto(changes: dict[str, object], name: str, reason: str) -> None:
@@ -45,6 +52,10 @@ def test_auto(changes: dict[str, object], name: str, reason: str) -> None:
         ("fused", {"refusal": "head dims 300"}, "head dims 300"),
         ("fused", {"divided": True}, "a plan came that divides"),
         ("fused_split", {"divided": False}, "a plan came that does not divide"),
+        ("specialized", {"divided": True}, "a plan came that divides"),
+        ("specialized", {"specialized": "has a window"}, "has a window"),
+        ("specialized", {"device": "cpu"}, "TRITON_INTERPRET=1"),
+        ("specialized", {}, "other hardware"),
     ],
 )
 def test_refusals_by_name(variant: str, changes: dict[str, object], why: str) -> None:
@@ -56,8 +67,9 @@ def test_refusals_by_name(variant: str, changes: dict[str, object], why: str) ->
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_by_name(variant: str) -> None:
-    assert choose_variant(variant, GPU).name == variant
-    assert choose_variant(variant, GPU).reason == "asked for by name"
+    facts = replace(GPU, specialized=None)
+    assert choose_variant(variant, facts).name == variant
+    assert choose_variant(variant, facts).reason == "asked for by name"
 
 
 def test_no_slow_reference_unasked_on_a_gpu() -> None:

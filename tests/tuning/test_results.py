@@ -98,9 +98,10 @@ def test_tuned_entries_come_first_and_hide_those_that_can_win_no_more() -> None:
     inside = entry(rows=(4, 16), cache_bits=(8,), split=(True,))
     beyond = entry(rows=(1, None), cache_bits=(8,))
     other = entry(rows=(1, 16))
-    before = Table("sm_90", "3.7.1", "before", {"fused": (inside, beyond, other), "tree_suffix": (inside,)})
+    written = {"specialized": (beyond,)}
+    before = Table("sm_90", "3.7.1", "before", {"fused": (inside, beyond, other), "tree_suffix": (inside,), **written})
     table = table_of("sm_90", "3.8.0", "now", {"fused": [tuned], "tree_suffix": []}, before)
-    assert table == Table("sm_90", "3.8.0", "now", {"fused": (tuned, beyond, other), "tree_suffix": (inside,)})
+    assert table == Table("sm_90", "3.8.0", "now", {"fused": (tuned, beyond, other), "tree_suffix": (inside,), **written})
     assert table_of("sm_90", "3.8.0", "now", {"fused": [tuned], "tree_suffix": []}, None).kernels["fused"] == (tuned,)
 
 

@@ -1,0 +1,103 @@
+"""Calls of the kernel with specialised warps: compiled on a GPU, in the emulator of `gluon_cpu.py` on a CPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from sglang_specverify.kernels import verify_attention
+from sglang_specverify.kernels.arguments import VerifyArguments, check_verify
+from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of
+from sglang_specverify.kernels.run import config_of, own_plan
+from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
+from tests.kernels.cases import Config
+
+from . import gluon_cpu
+from .bounds import compare
+from .calls import Guarded, call, guarded, guarded_lse, own_rows, to_device
+from .strategies import verify_call
+
+KINDS = ["chain", "qlen_only", "full_mask"]
+
+BASE = Config(
+    prefix_lens=(70, 0), widths=9, kind="qlen_only", q_heads=8, kv_heads=2, head_dim=64, v_head_dim=64, page_size=16,
+    q_dtype=torch.bfloat16, cache_dtype=torch.bfloat16, pad_rows=2,
+)  # fmt: skip
+
+#: Keys of a tile, and places in the rings of keys and values, that fit into shared memory; by head dim.
+CONFIGS = {64: [(64, 2), (64, 4), (128, 2), (128, 3)], 128: [(64, 2), (64, 3), (128, 2)]}
+
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(verify_attention).parameters.items()}
+
+
+def build(c: Config, device: str, *, strided: bool = False) -> dict[str, Any]:
+    """A call that the kernel serves; `strided` with gaps of NaN after the rows of Q, K and V, which share a buffer."""
+    a = verify_call(c)
+    if strided:
+        slots, heads, dim = a["k_cache"].shape
+        both = torch.full((slots, heads + 1, 2 * dim + 32), torch.nan, dtype=c.cache_dtype)
+        wide = torch.full((len(a["q"]) + 1, c.q_heads + 1, dim + 16), torch.nan, dtype=c.q_dtype)
+        views = {"k_cache": both[:, 1:, 16 : dim + 16], "v_cache": both[:, 1:, dim + 16 : -16], "q": wide[1:, :-1, 16:]}
+        for name, view in views.items():
+            view.copy_(a[name])
+        a |= views
+    return to_device(a, device)
+
+
+def launch_of(
+    a: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None, config: tuple[int, int] | None = None, programs: int = 2
+) -> Launch:
+    """The kernel's launch, with the step's masks packed. `config`: keys of a tile and stages, those of the table where None."""
+    wanted = {field.name: a.get(field.name, _DEFAULTS[field.name]) for field in fields(VerifyArguments)}
+    call = VerifyArguments(**{**wanted, "out": out, "lse": lse})
+    problem = check_verify(call)
+    assert refusal(call, problem, ARCH) is None
+    arch = arch_of(problem.device)
+    plan, before = own_plan(call, problem, config_of("fused", arch, problem, a["k_cache"].dtype, a["q"].dtype), divide=False)
+    for launch in before:
+        launch.run()
+    chosen = config_of("specialized", ARCH, problem, a["k_cache"].dtype, a["q"].dtype)
+    if config is not None:
+        chosen = LaunchConfig(128, config[0], 4, config[1], max_registers=128)
+    return specialized_launch(call, problem, out, lse, chosen, programs=programs, plan=plan)
+
+
+def check(
+    a: dict[str, Any], *, config: tuple[int, int] | None = None, programs: int | None = None, strided: bool = False,
+    lse_layout: str | None = "rows", seed: int = 0, program: type[gluon_cpu.Program] | None = None,
+    alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Run a call into poisoned, guarded outputs and compare: the public one on a GPU, unless a launch of its own is asked for.
+
+    Args:
+        strided: gaps after the heads and rows of out.
+        lse_layout: None for no LSE.
+        alter: gives, from the arguments of the launch, some in their place.
+
+    Raises:
+        AssertionError: an element outside its bound, or a row or a byte written that belongs to nobody.
+    """
+    q, device = a["q"], a["q"].device.type
+    rows, heads, dim = q.shape
+    wide = guarded(rows, heads + strided, dim + 16 * strided, q.dtype, device, strided=False)
+    out = Guarded(wide.base, wide.view[:, :heads, 16 * strided :])
+    lse = guarded_lse(rows, heads, device, layout=lse_layout) if lse_layout else None
+    if device == "cuda" and not (config or programs or alter):
+        call(a, variant="specialized", out=out.view, lse=lse.view if lse else None)
+    else:
+        launch = launch_of(a, out.view, lse.view if lse else None, config, programs or 2)
+        if alter is not None:
+            launch = replace(launch, arguments=launch.arguments | alter(launch.arguments))
+        if device == "cuda":
+            launch.run()
+        else:
+            gluon_cpu.run(launch, seed=seed, program=program)
+    compare(a, out.view, lse.view if lse else None)
+    real = own_rows(a)
+    assert out.untouched(real), "out was written where no request has a row"
+    assert lse is None or lse.untouched(real), "lse was written where no request has a row"
+    return out.view, lse.view if lse else None

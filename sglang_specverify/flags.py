@@ -55,11 +55,28 @@ FLAGS = (
     Flag(f"{PREFIX}TREE", "1", "Serve target verify of trees (topk > 1); 0 leaves it to the base."),
     Flag(f"{PREFIX}CHAIN", "1", "Serve target verify of chains (topk = 1) and draft extend; 0 leaves them to the base."),
     Flag(f"{PREFIX}DRAFT_DECODE", "1", "Serve the steps of a multi-step draft; 0 leaves them to the base."),
+    Flag(
+        f"{PREFIX}TREE_KERNEL",
+        "auto",
+        "Trees over fa3 and fa4: prefix and tree in one kernel (fused), or FlashAttention's prefix pass and then the tree as one "
+        "tile (tile) or each row's own ancestors (gather); auto takes one of the first two by context, width and hardware.",
+        ("auto", "fused", "tile", "gather"),
+    ),
+    Flag(
+        f"{PREFIX}CHAIN_KERNEL",
+        "auto",
+        "Chains, the steps of their drafts and draft extend over fa3 and fa4: left to FlashAttention (auto), or served (fused).",
+        ("auto", "fused"),
+    ),
 )
 
 #: SGLang's own switches. The plugin inherits their meaning and changes none.
 UPSTREAM_SWITCHES = (
-    Flag("SGLANG_ENABLE_SPLITKV_VERIFY", "1", "SGLang's split-KV chain verify in its Triton backend (gfx95x)."),
+    Flag(
+        "SGLANG_ENABLE_SPLITKV_VERIFY",
+        "1",
+        "SGLang's split-KV chain verify in its Triton backend (gfx95x); 0 also leaves chains over triton to SGLang.",
+    ),
     Flag("SGLANG_USE_AITER_UNIFIED_ATTN", "0", "SGLang's unified attention in its aiter backend."),
     Flag("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0", "SGLang prepares verify on a second stream; not for trees over fa3 or fa4."),
     Flag("SGLANG_AITER_UNIFIED_VERIFY", "1", "Target verify through aiter's unified attention, where that is on."),
@@ -77,6 +94,8 @@ class Flags:
     tree: bool = True
     chain: bool = True
     draft_decode: bool = True
+    tree_kernel: str = "auto"
+    chain_kernel: str = "auto"
 
 
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}

@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang.srt.layers.attention.aiter_backend import AiterAttnBackend, AiterMultiStepDraftBackend
 
-from sglang_specverify.backends.routed import RoutedBackend, RoutedDraftBackend
+from sglang_specverify.backends.multistep import RoutedDraftBackend
+from sglang_specverify.backends.routed import RoutedBackend
 
 
 class SpecverifyAiterBackend(RoutedBackend, AiterAttnBackend):

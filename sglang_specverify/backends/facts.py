@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from sglang_specverify import flags
 from sglang_specverify.hardware import Hardware, from_sglang_platform
 from sglang_specverify.routing.facts import LayerFacts, LayerKind, ServerFacts
 
@@ -87,6 +88,8 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
         kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         cuda_graph=runner.device == "cuda" and not cuda_graph_fully_disabled(),
         deterministic=bool(get_exec().deterministic.enable_deterministic_inference),
+        context=int(runner.model_config.context_len or 0),
+        splitkv_verify=flags.switch("SGLANG_ENABLE_SPLITKV_VERIFY"),
         two_batch_overlap=bool(get_exec().overlap.enable_two_batch_overlap),
         unknown=frozenset(_unknown_states(runner, is_mla=uses_mla(runner))),
     )

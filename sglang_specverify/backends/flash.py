@@ -2,26 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend, FlashAttentionMultiStepBackend
+import torch
+from sglang.srt.layers.attention import flashattention_backend
+from sglang.srt.layers.attention.flashattention_backend import (
+    FlashAttentionBackend,
+    FlashAttentionMetadata,
+    FlashAttentionMultiStepBackend,
+)
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.speculative.spec_info import SpecInput
 
-from sglang_specverify.backends.routed import RoutedBackend, RoutedDraftBackend
+from sglang_specverify.backends.calls import merge_gathered, merge_tree
+from sglang_specverify.backends.multistep import RoutedDraftBackend
+from sglang_specverify.backends.plans import AFTER_PREFIX_PASS
+from sglang_specverify.backends.routed import RoutedBackend
+from sglang_specverify.backends.steps import Step
+from sglang_specverify.routing.facts import Mode
+from sglang_specverify.routing.route import Decision
+from sglang_specverify.routing.tree import depth
 
 
 class SpecverifyFlashBackend(RoutedBackend, FlashAttentionBackend):
     """Target, draft extend, or one step of a draft, over FA3."""
 
     base = "fa3"
+    #: Set by the built-in backend.
+    has_swa: bool
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: SpecInput, cuda_graph_bs: int | None) -> None:
-        """Nothing to redo for a chain, whose metadata reads no mask and no position.
+        """Nothing to redo for a chain, whose metadata reads no mask and no position, nor for a tree of the plugin, whose
+        metadata reads them when the graph is replayed.
 
         SGLang's class does not define this and raises under `SGLANG_ENABLE_OVERLAP_PLAN_STREAM`, for chains too.
         """
-        if self.routes.server.topk > 1:
+        if self.routes.server.topk > 1 and (not self.routes.serves(Mode.TARGET_VERIFY) or self.routes.leaves(Mode.TARGET_VERIFY)):
             super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Without SGLang's table for trees in window layers, [max_bs * W, context + W], where none of them is SGLang's."""
+        has_swa = self.has_swa
+        self.has_swa = has_swa and self._tree_mask is None and self.part not in ("draft decode", "draft extend")
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.has_swa = has_swa
+
+    def take_step(self, step: Step, prepare_stock: Callable[[], None] | None) -> None:
+        super().take_step(step, prepare_stock)
+        if prepare_stock is not None:
+            # Models that write K and V themselves ask SGLang's metadata for the places, and it is not made.
+            self.forward_metadata = FlashAttentionMetadata()
+            self.forward_metadata.swa_out_cache_loc = None if step.window is None else step.window.write_slots
+
+    def attend(
+        self, step: Step, decision: Decision, q: torch.Tensor, layer: RadixAttention, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        if decision.kernel not in AFTER_PREFIX_PASS:
+            return super().attend(step, decision, q, layer, sinks)
+        out, lse = self._attend_prefix(step, q, layer)
+        if decision.kernel == "prefix_gather":
+            server = self.routes.server
+            seen = depth(server.algorithm, server.num_steps, step.num_draft_tokens or 0)
+            return merge_gathered(step, q, layer, self.token_to_kv_pool, out, lse, depth=seen, sinks=sinks)
+        return merge_tree(step, decision, q, layer, self.token_to_kv_pool, out, lse, sinks=sinks)
+
+    def _attend_prefix(self, step: Step, q: torch.Tensor, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """FlashAttention over the prefix alone: out [T, Hq, Dv] and LSE [T, Hq]. Its sinks would count again with the drafts'."""
+        keys, values = self.get_paged_mha_kv_cache(layer)
+        rows = step.rows * (step.num_draft_tokens or 0)
+        q, _, _, k_descale, v_descale = self.prepare_paged_mha_query(
+            q.view(-1, layer.tp_q_head_num, layer.head_dim).contiguous(), None, None, layer,
+            logical_batch_size=step.rows, kv_head_num=layer.tp_k_head_num, is_prefill=True,
+        )  # fmt: skip
+        scales = {} if k_descale is None else {"k_descale": k_descale, "v_descale": v_descale}
+        out, lse, *_ = flashattention_backend.flash_attn_with_kvcache(
+            q=q,
+            k_cache=keys,
+            v_cache=values,
+            page_table=step.full.table,
+            cache_seqlens=step.prefix_lens,
+            cu_seqlens_q=step.flash_offsets,
+            max_seqlen_q=step.num_draft_tokens,
+            softmax_scale=layer.scaling,
+            causal=False,
+            window_size=(-1, -1),
+            softcap=layer.logit_cap,
+            return_softmax_lse=True,
+            num_splits=self.num_splits,
+            ver=self.fa_impl_ver,
+            **scales,
+        )
+        if out.shape[0] > rows:
+            out[rows:].zero_()
+        return out, lse.transpose(0, 1)
 
 
 class SpecverifyFlash4Backend(SpecverifyFlashBackend):

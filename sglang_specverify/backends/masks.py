@@ -44,6 +44,21 @@ def mask_layout(forward_batch: ForwardBatch, published: VerifyMask | None) -> st
     return "full_mask"
 
 
+def own_columns(full_mask: torch.Tensor, prefix_lens: torch.Tensor, drafts: int, out: torch.Tensor) -> None:
+    """Write the QLEN_ONLY bits of a FULL_MASK, bs times [W, L + W], into `out`, flat. Waits for no length.
+
+    Requests that the mask does not reach, as the padded ones of a graph, get bits of others.
+    """
+    lens = prefix_lens.to(torch.int64)
+    width = lens + drafts
+    starts = torch.cumsum(drafts * width, dim=0) - drafts * width
+    draft = torch.arange(drafts, device=lens.device)
+    # [bs, W, W]: where row i of a request has its column L + j.
+    places = starts[:, None, None] + draft[:, None] * width[:, None, None] + lens[:, None, None] + draft
+    bits = full_mask[places.clamp_(max=full_mask.numel() - 1)]
+    out[: bits.numel()].copy_(bits.flatten())
+
+
 def with_full_mask(forward_batch: ForwardBatch) -> ForwardBatch:
     """A copy of a verify batch whose QLEN_ONLY mask [bs, W, W] became FULL_MASK, bs times [W, L + W]. Reads the lengths."""
     spec = copy.copy(forward_batch.spec_info)

@@ -1,24 +1,25 @@
-"""The two mixins that turn a built-in backend of SGLang into the plugin's.
+"""The mixin that turns a built-in backend of SGLang into the plugin's.
 
-`RoutedBackend` asks the routes for each call and either translates it for a kernel of the plugin or
-leaves it to the built-in backend; `RoutedDraftBackend` does the same for the container of a
-multi-step draft. Everything that is not overridden here is SGLang's own, inherited.
+It asks the routes for each call and either translates it for a kernel of the plugin or leaves it to the built-in backend.
+Everything that is not overridden here is SGLang's own, inherited. `multistep.py` has its sibling for a multi-step draft.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_specverify.backends.calls import attend, write_kv
-from sglang_specverify.backends.masks import mask_layout, tree_mask, with_full_mask
+from sglang_specverify.backends.device_steps import Bound, DeviceSteps
+from sglang_specverify.backends.masks import mask_layout, own_columns, tree_mask, with_full_mask
 from sglang_specverify.backends.routes import Routes
-from sglang_specverify.backends.steps import Step, decode_step, draft_step, extend_step, mode_of, read_pools, verify_step
+from sglang_specverify.backends.steps import Step, decode_step, extend_step, is_tree, mode_of, read_pools, verify_step
+from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.routing.facts import Mode
+from sglang_specverify.routing.route import CLAIMED, Decision
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -31,10 +32,20 @@ else:
     AttentionBackend = object
 
 
+def unplanned() -> None:
+    """Stands for SGLang's metadata in a captured graph that was planned without."""
+    raise SpecverifyError(
+        "a layer of a captured graph passes what no route knows, and the graph was planned for kernels of the plugin alone",
+        "leave the mode to SGLang: SGLANG_SPECVERIFY_TREE=0, SGLANG_SPECVERIFY_CHAIN=0 or SGLANG_SPECVERIFY_DRAFT_DECODE=0",
+    )
+
+
 class RoutedBackend(AttentionBackend):
     """Mixed in before a built-in backend class, whose name SGLang knows it by is `base`."""
 
     base: str
+    #: Set by the built-in backend.
+    is_draft_runner: bool
 
     def __init__(
         self, model_runner: ModelRunner, *args: Any, part: str = "target", routes: Routes | None = None, **kwargs: Any
@@ -46,8 +57,17 @@ class RoutedBackend(AttentionBackend):
         self.step: Step | None = None
         self._prepare_stock: Callable[[], None] | None = None
         self._tree_mask = None
-        if part == "target" and self.routes.serves(Mode.TARGET_VERIFY):
+        self._device = DeviceSteps(model_runner, self.pools, self.routes.server)
+        self._bound: dict[tuple[Mode, int], Bound] = {}
+        #: Where a graph reads its trees, QLEN_ONLY.
+        self._graph_mask: torch.Tensor | None = None
+        if part == "target" and self._publishes_mask():
             self._tree_mask = tree_mask(model_runner, self.routes.server.num_draft_tokens)
+
+    def _publishes_mask(self) -> bool:
+        """Built-in backends know FULL_MASK alone, and a captured graph has no time to make one out of another."""
+        mixed = self.routes.server.cuda_graph and self.routes.leaves(Mode.TARGET_VERIFY)
+        return self.routes.serves(Mode.TARGET_VERIFY) and not mixed
 
     @property
     def verify_mask(self) -> VerifyMask | None:
@@ -65,8 +85,7 @@ class RoutedBackend(AttentionBackend):
         if mode is None or not self.routes.serves(mode):
             stock(self._for_stock(forward_batch, mode))
             return
-        self.step = self._read_step(forward_batch, mode)
-        self._prepare_stock = lambda: stock(self._for_stock(forward_batch, mode))
+        self.take_step(self._read_step(forward_batch, mode), lambda: stock(self._for_stock(forward_batch, mode)))
 
     def _for_stock(self, forward_batch: ForwardBatch, mode: Mode | None) -> ForwardBatch:
         """The batch as built-in backends read it: of the layouts of a tree mask they know FULL_MASK alone."""
@@ -78,6 +97,8 @@ class RoutedBackend(AttentionBackend):
         return with_full_mask(forward_batch)
 
     def _read_step(self, forward_batch: ForwardBatch, mode: Mode) -> Step:
+        if self.routes.on_device:
+            return self._device.eager(forward_batch, mode, self.routes.served(mode), self._mask(forward_batch, mode, None))
         if mode is Mode.TARGET_VERIFY:
             layout = mask_layout(forward_batch, self.verify_mask)
             return verify_step(self.pools, forward_batch, topk=self.routes.server.topk, mask_layout=layout)
@@ -85,8 +106,90 @@ class RoutedBackend(AttentionBackend):
             return decode_step(self.pools, forward_batch)
         return extend_step(self.pools, forward_batch, mode)
 
-    def take_step(self, step: Step, prepare_stock: Callable[[], None]) -> None:
-        """Called by the container of a multi-step draft with this child's own step."""
+    def _mask(self, forward_batch: ForwardBatch, mode: Mode, fixed: torch.Tensor | None) -> torch.Tensor | None:
+        """The QLEN_ONLY mask of a batch, None for chains; out of a FULL_MASK it is made in `fixed`, or in a new tensor."""
+        spec, rows = forward_batch.spec_info, len(forward_batch.req_pool_indices)
+        if mode is not Mode.TARGET_VERIFY or spec is None or not is_tree(forward_batch, self.routes.server.topk):
+            return None
+        entries = rows * spec.draft_token_num**2
+        if mask_layout(forward_batch, self.verify_mask) == "qlen_only":
+            bits: torch.Tensor = (spec.custom_mask if fixed is None else fixed)[:entries]
+            return bits
+        bits = torch.empty(entries, dtype=torch.bool, device=self._device.device) if fixed is None else fixed[:entries]
+        if spec.custom_mask is not None and spec.custom_mask.numel() > 0:
+            own_columns(spec.custom_mask, forward_batch.seq_lens[:rows], spec.draft_token_num, bits)
+        return bits
+
+    def _in_graph(self, forward_batch: ForwardBatch) -> Mode | None:
+        """The mode of a captured batch whose metadata the plugin makes, or None."""
+        mode = mode_of(forward_batch, is_draft_step=self.part == "draft decode")
+        ours = mode is not None and mode is not Mode.DRAFT_DECODE and self.routes.on_device and self.routes.serves(mode)
+        return mode if ours else None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        with self._without_full_mask():
+            super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
+        served = any(self.routes.serves(mode) for mode in CLAIMED)
+        if self.part == "draft decode" or not self.routes.on_device or not served:
+            return
+        self._device.reserve(max_bs, max_num_tokens)
+        if self._tree_mask is not None:
+            self._graph_mask = self._tree_mask.buffer
+        elif self.part == "target" and self.routes.serves(Mode.TARGET_VERIFY):
+            entries = max_bs * self.routes.server.num_draft_tokens**2
+            self._graph_mask = torch.zeros(entries, dtype=torch.bool, device=self._device.device)
+
+    @contextmanager
+    def _without_full_mask(self) -> Iterator[None]:
+        """SGLang allocates a FULL_MASK over the whole context unless it takes this for the backend of a draft."""
+        if self._tree_mask is None:
+            yield
+            return
+        is_draft = self.is_draft_runner
+        self.is_draft_runner = True
+        try:
+            yield
+        finally:
+            self.is_draft_runner = is_draft
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        mode, stock = self._in_graph(forward_batch), super().init_forward_metadata_out_graph
+        self.step, self._prepare_stock = None, None
+        if mode is None:
+            stock(forward_batch, in_capture=in_capture)
+            return
+        mask = self._mask(forward_batch, mode, self._graph_mask)
+        key = (mode, forward_batch.batch_size)
+        if in_capture:
+            leaves = self.routes.leaves(mode)
+            if leaves and mask is not None and self._tree_mask is not None:
+                # What is published is no mask that SGLang's own kernels read.
+                unplanned()
+            self._bound[key] = self._device.bind(forward_batch, mode, self.routes.served(mode), mask, stock_too=leaves)
+        bound = self._bound.get(key)
+        if bound is None or bound.stock_too:
+            stock(forward_batch, in_capture=in_capture)
+        if bound is not None:
+            self.take_step(bound.step, None if bound.stock_too else unplanned)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        mode = self._in_graph(forward_batch)
+        bound = None if mode is None else self._bound.get((mode, forward_batch.batch_size))
+        if bound is None or bound.stock_too:
+            super().init_forward_metadata_in_graph(forward_batch)
+        if bound is not None:
+            self._device.fill(bound)
+
+    @property
+    def supports_draft_extend_metadata_staging(self) -> bool:
+        """SGLang's staging reads metadata of its own, which the plugin does not make."""
+        return bool(super().supports_draft_extend_metadata_staging) and not self.routes.serves(Mode.DRAFT_EXTEND)
+
+    def take_step(self, step: Step, prepare_stock: Callable[[], None] | None) -> None:
+        """The step that the next layers belong to, and what makes SGLang's own metadata of it; None where that is made.
+
+        Called by the container of a multi-step draft with this child's own step.
+        """
         self.step, self._prepare_stock = step, prepare_stock
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):  # type: ignore[no-untyped-def]
@@ -118,40 +221,10 @@ class RoutedBackend(AttentionBackend):
             return stock(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         if k is not None and v is not None and save_kv_cache:
             write_kv(self.step, layer, forward_batch, self.token_to_kv_pool, k, v)
-        return attend(self.step, decision, q, layer, self.token_to_kv_pool, sinks=kwargs.get("sinks"))
+        return self.attend(self.step, decision, q, layer, kwargs.get("sinks"))
 
-
-class RoutedDraftBackend:
-    """Mixed in before the built-in container of a multi-step draft. `child` is the backend of one step."""
-
-    child: type[RoutedBackend]
-    #: Set by the built-in container.
-    topk: int
-    speculative_num_steps: int
-
-    def __init__(self, model_runner: ModelRunner, topk: int, speculative_num_steps: int, **kwargs: Any) -> None:
-        super().__init__(model_runner, topk, speculative_num_steps, **kwargs)  # type: ignore[call-arg]
-        self.routes = routes = Routes(model_runner, self.child.base, "draft decode")
-        self.pools = read_pools(model_runner)
-        self.attn_backends: list[Any] = [
-            self.child(model_runner, part="draft decode", routes=routes, **self.child_arguments(step, **kwargs))
-            for step in range(speculative_num_steps - 1)
-        ]
-
-    def child_arguments(self, step: int, **kwargs: Any) -> dict[str, Any]:
-        """The arguments that the built-in container gives its child of this step."""
-        raise NotImplementedError
-
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        stock: Callable[[ForwardBatch], None] = super().init_forward_metadata  # type: ignore[misc]
-        if not self.routes.serves(Mode.DRAFT_DECODE):
-            stock(forward_batch)
-            return
-        shared = draft_step(self.pools, forward_batch, topk=self.topk, num_steps=self.speculative_num_steps)
-        # Between the steps SGLang narrows the batch's write slots and advances its positions in place; the built-in
-        # metadata, which is made for all steps at once, needs them as they are now.
-        whole = copy.copy(forward_batch)
-        whole.positions = forward_batch.positions.clone()
-        prepare = functools.cache(lambda: stock(whole))
-        for step, child in enumerate(self.attn_backends):
-            child.take_step(shared.at(step), prepare)
+    def attend(
+        self, step: Step, decision: Decision, q: torch.Tensor, layer: RadixAttention, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One layer through the kernel that was decided."""
+        return attend(step, decision, q, layer, self.token_to_kv_pool, sinks=sinks)

@@ -11,6 +11,7 @@ import torch
 
 from sglang_specverify import flags
 from sglang_specverify.backends.facts import hardware_facts, layer_facts, model_layers, server_facts, uses_mla
+from sglang_specverify.backends.plans import Served
 from sglang_specverify.routing.facts import CallFacts, LayerFacts, Mode
 from sglang_specverify.routing.route import CLAIMED, STOCK, Decision, decide, require
 
@@ -74,6 +75,24 @@ class Routes:
     def serves(self, mode: Mode) -> bool:
         """Whether a kernel of the plugin serves any layer seen so far in this mode."""
         return any(decision.served for (_, m, _), decision in self._decisions.items() if m is mode)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether Triton kernels serve what the plugin serves, from metadata on the device; else the reference does."""
+        return self.hardware.has_gpu or self.flags.kernels == "triton"
+
+    def served(self, mode: Mode) -> tuple[Served, ...]:
+        """The layers seen so far that a kernel of the plugin serves in this mode, by what they share of a step."""
+        found = [
+            Served.of(facts.q_heads, facts.kv_heads, facts.head_dim, facts.v_head_dim, facts.window, decision.kernel)
+            for (facts, m, _), decision in self._decisions.items()
+            if m is mode and decision.served
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def leaves(self, mode: Mode) -> bool:
+        """Whether SGLang's own code serves any layer seen so far in this mode."""
+        return any(not decision.served for (_, m, _), decision in self._decisions.items() if m is mode)
 
     def _lookup(self, layer: RadixAttention, mode: Mode, given: frozenset[str]) -> tuple[LayerFacts, Decision]:
         sinks = "sinks" in given

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_specverify.backends.plans import Plans
+
 
 @dataclass(frozen=True)
 class Pools:
@@ -55,9 +57,13 @@ class View:
     table: torch.Tensor
     draft_slots: torch.Tensor | None = None
     write_slots: torch.Tensor | None = None
+    #: Those of each step of a draft, contiguous [steps, rows * topk], where they are made on the device.
+    step_slots: torch.Tensor | None = None
 
     def at(self, step: int) -> View:
         """The same view at another step of a draft."""
+        if self.step_slots is not None:
+            return replace(self, write_slots=self.step_slots[step])
         if self.write_slots is None or self.draft_slots is None:
             return self
         return replace(self, write_slots=self.draft_slots[:, :, step].reshape(-1))
@@ -86,6 +92,10 @@ class Step:
     positions: torch.Tensor | None = None
     topk: int = 1
     step: int = 0
+    #: What the Triton kernels share of this step; None where the reference serves.
+    plans: Plans | None = None
+    #: FlashAttention's row offsets, int32 [rows + 1], where its prefix pass serves a layer.
+    flash_offsets: torch.Tensor | None = None
 
     def at(self, step: int) -> Step:
         """The same draft-decode pass at another step of the draft."""
@@ -136,18 +146,22 @@ def _shared(
     }
 
 
-def verify_step(pools: Pools, forward_batch: ForwardBatch, *, topk: int, mask_layout: str) -> Step:
-    """Target verify: `seq_lens` excludes the drafts, and every request has the same number of them."""
+def is_tree(forward_batch: ForwardBatch, topk: int) -> bool:
+    """Whether a verify batch holds trees. NGRAM's are at breadth 1 too: it fills a short match up with children of the root."""
     from sglang.srt.speculative.spec_info import SpecInputType
 
+    return topk != 1 or bool(forward_batch.spec_info.spec_input_type == SpecInputType.NGRAM_VERIFY)
+
+
+def verify_step(pools: Pools, forward_batch: ForwardBatch, *, topk: int, mask_layout: str) -> Step:
+    """Target verify: `seq_lens` excludes the drafts, and every request has the same number of them."""
     spec = forward_batch.spec_info
     drafts = spec.draft_token_num
     prefix = forward_batch.seq_lens.to(torch.int64)
     total = prefix + drafts
     shared = _shared(pools, forward_batch, total)
     tree: dict[str, Any] = {}
-    # NGRAM's draft is a tree at breadth 1 too: it fills a short match up with children of the root.
-    if topk != 1 or spec.spec_input_type == SpecInputType.NGRAM_VERIFY:
+    if is_tree(forward_batch, topk):
         rows = shared["rows"]
         if spec.custom_mask is None:
             raise SpecverifyError("target verify of a tree came without its mask", "report this batch's algorithm")

@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend, TritonMultiStepDraftBackend
 
-from sglang_specverify.backends.routed import RoutedBackend, RoutedDraftBackend
+from sglang_specverify.backends.multistep import RoutedDraftBackend
+from sglang_specverify.backends.routed import RoutedBackend
 
 
 class SpecverifyTritonBackend(RoutedBackend, TritonAttnBackend):

@@ -61,6 +61,10 @@ class ServerFacts:
     kv_cache_dtype: str = "auto"
     cuda_graph: bool = True
     deterministic: bool = False
+    #: The most tokens that a request may have; 0 where not known.
+    context: int = 0
+    #: SGLang's own switch: whether its Triton backend may divide the prefix of a chain that it verifies.
+    splitkv_verify: bool = True
     #: Backend states in force that no route knows, such as "decode context parallelism".
     unknown: frozenset[str] = frozenset()
     two_batch_overlap: bool = False

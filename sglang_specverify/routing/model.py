@@ -39,7 +39,8 @@ class LayerGroup:
 class Description:
     """A model as far as attention is concerned.
 
-    `dtype` is the checkpoint's; `states` goes into `ServerFacts.unknown`; `notes` are for people.
+    `dtype` is the checkpoint's; `states` goes into `ServerFacts.unknown`; `notes` are for people; `context` is the most
+    positions that the config names, 0 where it names none.
     """
 
     architectures: tuple[str, ...]
@@ -48,6 +49,7 @@ class Description:
     facts: ModelFacts
     states: frozenset[str]
     notes: tuple[str, ...]
+    context: int = 0
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -104,6 +106,7 @@ def describe(config: Mapping[str, Any], tensor_parallel: int = 1) -> Description
         facts,
         frozenset(reader.states()),
         tuple(reader.notes()),
+        _positive(text.get("max_position_embeddings")),
     )
 
 

@@ -1,12 +1,11 @@
 """Which kernel serves one attention call, and why not another. Pure; reads no tensor.
 
 Default deny: a route takes a call only if it knows everything in it. Everything else goes to the
-base, that is to SGLang's own code, with the reason. A new kernel is a new row of `ROUTES`.
+base, that is to SGLang's own code, with the reason. A new kernel is a new row of `ROUTES` in `rows.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_specverify.errors import SpecverifyError
@@ -14,82 +13,12 @@ from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import Hardware
 from sglang_specverify.routing.base import Rejected
 from sglang_specverify.routing.facts import CallFacts, LayerFacts, LayerKind, Mode, ServerFacts
+from sglang_specverify.routing.rows import CLAIMED, FLASH, ROUTES, Case, Route
+
+__all__ = ["CLAIMED", "ROUTES", "STOCK", "Case", "Decision", "Route", "decide", "require"]
 
 #: The name of "SGLang's own code serves", where a kernel's name would stand.
 STOCK = "stock"
-
-#: Modes that the plugin is for. The others are stock on a GPU by design; without one the reference takes all.
-CLAIMED = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
-
-#: As `--kv-cache-dtype` spells them, and as torch does once resolved.
-_KV_CACHES = frozenset(
-    {"auto", "float32", "bfloat16", "bf16", "float16", "half", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2"}
-)
-
-#: Their lengths and masks are read in `backends/steps.py`. The drafts of others (frozen-KV MTP, DFLASH, DSPARK, UNO)
-#: use the same modes with other lengths.
-_KNOWN_ALGORITHMS = frozenset({None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"})
-
-
-@dataclass(frozen=True)
-class Case:
-    """Everything a route may look at."""
-
-    hardware: Hardware
-    server: ServerFacts
-    layer: LayerFacts
-    mode: Mode
-    flags: Flags
-    call: CallFacts
-
-
-@dataclass(frozen=True)
-class Route:
-    """One kernel of the plugin: what it knows, and what it refuses beyond that.
-
-    Attributes:
-        name: the kernel's name in logs and reports.
-        modes, layers: what it serves.
-        dtypes: dtypes of Q.
-        kv_caches: dtypes of the KV cache, under either of their names.
-        algorithms: speculative algorithms whose batches it knows; None is no speculation.
-        arguments: forward arguments beyond Q, K and V that it knows the meaning of.
-        cuda_graphs: whether it can be recorded into one.
-        refuse: the reason it does not take a case that passed all of the above, or None.
-    """
-
-    name: str
-    modes: frozenset[Mode]
-    layers: frozenset[LayerKind]
-    dtypes: frozenset[str]
-    kv_caches: frozenset[str]
-    algorithms: frozenset[str | None]
-    arguments: frozenset[str]
-    cuda_graphs: bool
-    refuse: Callable[[Case], str | None]
-
-
-def _refuse_reference(case: Case) -> str | None:
-    if case.hardware.has_gpu:
-        return f"the FP64 reference serves without a GPU, and this is {case.hardware.display}"
-    if case.flags.kernels == "triton":
-        return "SGLANG_SPECVERIFY_KERNELS=triton asks for Triton kernels, and this version has none"
-    return None
-
-
-ROUTES: tuple[Route, ...] = (
-    Route(
-        name="reference",
-        modes=frozenset(Mode),
-        layers=frozenset({LayerKind.FULL, LayerKind.WINDOW}),
-        dtypes=frozenset({"float32", "bfloat16", "float16", "half", "auto"}),
-        kv_caches=_KV_CACHES,
-        algorithms=_KNOWN_ALGORITHMS,
-        arguments=frozenset({"sinks"}),
-        cuda_graphs=False,
-        refuse=_refuse_reference,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -124,19 +53,18 @@ def decide(
 ) -> Decision:
     """The kernel for one layer in one mode: the first route that refuses nothing, else the base."""
     case = Case(hardware, server, layer, mode, flags, call)
-    opted_out = _opt_out(case)
+    left = _opt_out(case) or _by_design(case)
     # A layer of another kind of state never reaches the attention backend, so it cannot be missed there.
-    meant = mode in CLAIMED or not hardware.has_gpu
-    claimed = meant and opted_out is None and layer.kind is not LayerKind.LINEAR
+    claimed = left is None and layer.kind is not LayerKind.LINEAR
     stock = Rejected(STOCK, f"SGLang's {server.base} could serve, but a route of the plugin comes first")
     rejected: list[Rejected] = []
     for route in ROUTES:
-        refusal = opted_out or _refusal(route, case)
+        refusal = left or _refusal(route, case)
         if refusal is None:
             later = (Rejected(other.name, _refusal(other, case) or f"{route.name} comes first") for other in _after(route))
-            return Decision(route.name, _served_reason(route, case), (*rejected, *later, stock), claimed)
+            return Decision(route.name, route.serves(case), (*rejected, *later, stock), claimed)
         rejected.append(Rejected(route.name, refusal))
-    return Decision(STOCK, _stock_reason(case, opted_out, rejected), tuple(rejected), claimed)
+    return Decision(STOCK, _stock_reason(case, left, rejected), tuple(rejected), claimed)
 
 
 def require(decision: Decision, flags: Flags) -> None:
@@ -169,6 +97,18 @@ def _opt_out(case: Case) -> str | None:
         return "SGLANG_SPECVERIFY_CHAIN=0"
     if case.mode is Mode.DRAFT_DECODE and not case.flags.draft_decode:
         return "SGLANG_SPECVERIFY_DRAFT_DECODE=0"
+    return None
+
+
+def _by_design(case: Case) -> str | None:
+    """Why the plugin leaves this case to SGLang's own code unasked, or None."""
+    kernels = case.hardware.has_gpu or case.flags.kernels == "triton"
+    if kernels and case.mode not in CLAIMED:
+        return f"{case.mode.value} is SGLang's own on a GPU" if case.hardware.has_gpu else f"{case.mode.value} is SGLang's own"
+    if case.server.base not in FLASH or case.flags.chain_kernel == "fused":
+        return None
+    if case.mode is Mode.DRAFT_EXTEND or (not case.is_tree and case.mode in CLAIMED):
+        return "FlashAttention keeps chains, their drafts and draft extend (SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
     return None
 
 
@@ -206,21 +146,13 @@ def _names(names: frozenset[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _served_reason(route: Route, case: Case) -> str:
-    return f"{case.hardware.display}: {route.name} knows everything in this call"
-
-
-def _stock_reason(case: Case, opted_out: str | None, rejected: list[Rejected]) -> str:
+def _stock_reason(case: Case, left: str | None, rejected: list[Rejected]) -> str:
     if case.layer.kind is LayerKind.LINEAR:
         return f"{case.layer.kind.value}: SGLang's own backend for it serves, no attention kernel runs"
     serves = f"SGLang's {case.server.base} serves"
-    if opted_out is not None:
-        return f"{opted_out}: {serves}"
-    if not case.hardware.has_gpu:
-        return f"{rejected[0].reason}: {serves}"
-    if case.mode not in CLAIMED:
-        return f"{case.mode.value} is SGLang's own on a GPU: {serves}"
-    # A refusal that a later kernel would have too is more use to a reader than "no kernel yet".
-    if case.layer.kind not in (LayerKind.FULL, LayerKind.WINDOW):
-        return f"no kernel of this plugin for layers of {case.layer.kind.value} in this version: {serves}"
-    return f"no kernel of this plugin for {case.hardware.display} in this version: {serves}"
+    if left is not None:
+        return f"{left}: {serves}"
+    # Of the rows, the one that the user would expect: each of the others refuses the machine or the kind of draft.
+    wanted = "fused" if case.hardware.has_gpu or case.flags.kernels == "triton" else "reference"
+    reason = next((row.reason for row in rejected if row.name == wanted), rejected[0].reason)
+    return f"{reason}: {serves}"

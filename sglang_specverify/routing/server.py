@@ -32,6 +32,7 @@ _VALUES = (
 )
 _INTEGERS = (
     ("--page-size",),
+    ("--context-length",),
     ("--tp-size", "--tensor-parallel-size", "--tp"),
     ("--dp-size", "--data-parallel-size", "--dp"),
     ("--attn-dp-size", "--attention-data-parallel-size"),
@@ -164,6 +165,8 @@ def server_facts(line: ServerLine, model: Description, base: str, has_gpu: bool)
         kv_cache_dtype=line.values.get("--kv-cache-dtype", "auto"),
         cuda_graph=has_gpu and graphs and line.values.get("--cuda-graph-backend-decode") != "disabled",
         deterministic="--enable-deterministic-inference" in line.switches,
+        context=line.integers.get("--context-length", model.context),
+        splitkv_verify=flags.switch("SGLANG_ENABLE_SPLITKV_VERIFY"),
         unknown=frozenset(_states(line)) | model.states,
         two_batch_overlap="--enable-two-batch-overlap" in line.switches,
         plan_stream=flags.switch("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),

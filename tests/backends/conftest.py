@@ -74,6 +74,19 @@ def engine() -> Iterator[Callable[[Setup], Engine]]:
         one.close()
 
 
+@pytest.fixture
+def triton_alone(no_flags: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels serve, in the interpreter; where the library would take its reference in their place is an error."""
+    from sglang_specverify.kernels import run
+
+    def reference(*_: object) -> None:
+        raise AssertionError("the reference ran in place of a Triton kernel")
+
+    monkeypatch.setenv("SGLANG_SPECVERIFY_KERNELS", "triton")
+    for name in ("run_verify", "run_draft_decode"):
+        monkeypatch.setattr(run, name, reference)
+
+
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """No flag of the plugin from outside reaches a test."""

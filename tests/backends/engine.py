@@ -171,6 +171,7 @@ class Engine:
             swa_v_head_dim=v_dim, is_encoder_decoder=False, model_is_mrope=False, vocab_size=1 << 20,
             get_max_num_attention_heads=lambda: s.q_heads, get_num_kv_heads=lambda *_: s.kv_heads,
             hf_config=SimpleNamespace(architectures=["TestForCausalLM"], get_text_config=lambda: SimpleNamespace()),
+            hf_text_config=SimpleNamespace(num_attention_heads=s.q_heads), is_local_attention_model=False,
             linear_attn_registry_result=None, requires_mm_token_modalities=False,
         )  # fmt: skip
         translator = KVIndexTranslator(
@@ -183,7 +184,8 @@ class Engine:
             token_to_kv_pool_allocator=self.allocator, kv_index_translator=translator, server_args=self.server_args,
             model=torch.nn.ModuleList(self.layers), model_config=config, spec_algorithm=algorithm,
             is_draft_worker=is_draft, attention_chunk_size=None, prefill_attention_backend_str="triton",
-            lora_manager=None, ngram_embedding_manager=SimpleNamespace(enabled=False),
+            kv_cache_dtype_str="auto" if s.cache_dtype is None else "fp8_e4m3", lora_manager=None,
+            ngram_embedding_manager=SimpleNamespace(enabled=False),
             sliding_window_size=None if window < 0 else window + int(stock_decode_window),
             decode_num_tokens_per_req=lambda **_: s.draft_tokens if s.algorithm else 1,
         )  # fmt: skip
@@ -202,6 +204,13 @@ class Engine:
         request = Request(row, length, slots)
         self.requests.append(request)
         return request
+
+    def release(self) -> None:
+        """Give back every request's row and slots; the next ones come in another order."""
+        self.req_to_token_pool.free_slots += [request.row for request in self.requests]
+        self.requests.clear()
+        self.allocator.clear()
+        self._shuffle_free()
 
     def _allocate(self, start: int, end: int, last: int) -> list[int]:
         if self.setup.page_size == 1:

@@ -11,7 +11,7 @@ from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang_specverify.backends.triton import SpecverifyTritonBackend, SpecverifyTritonDraftBackend
 from tests.backends import batches
 from tests.backends.batches import Batch
-from tests.backends.compare import OURS, Inputs, assert_close, assert_sees, expected, inputs, kernels, run
+from tests.backends.compare import Inputs, assert_close, assert_sees, expected, inputs, kernels, limit, run
 from tests.backends.engine import Engine, Setup
 
 #: A setup whose V can name every slot: `compare.assert_sees` needs it.
@@ -55,9 +55,9 @@ def check(engine: Engine, backend: Any, batch: Batch, *, prepared: bool = False,
 def compare(engine: Engine, layer: Any, batch: Batch, x: Inputs, backend: Any, *, probe: bool) -> torch.Tensor:
     out = run(backend, layer, batch.forward, x)
     if probe:
-        assert_sees(engine, layer, batch, out)
+        assert_sees(engine, layer, batch, out, limit(backend, out.dtype))
     else:
-        assert_close(out[: len(batch.keys)], expected(engine, layer, batch, x), OURS[out.dtype])
+        assert_close(out[: len(batch.keys)], expected(engine, layer, batch, x), limit(backend, out.dtype))
     assert not out[len(batch.keys) :].any(), "rows past the real ones must be 0"
     return out
 

@@ -160,12 +160,12 @@ def test_states_of_the_model_that_no_route_knows(engine: Make, stock_calls: list
 
 
 def test_strict_asks_for_no_verify_where_nobody_speculates(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU verify is what the plugin claims and does not serve yet; a server without speculation never verifies."""
+    """On a GPU without a launch table the plugin does not serve what it claims; a server without speculation never verifies."""
     monkeypatch.setenv("SGLANG_SPECVERIFY_STRICT", "1")
-    monkeypatch.setattr(routes, "hardware_facts", lambda device: from_name("sm_90"))
+    monkeypatch.setattr(routes, "hardware_facts", lambda device: from_name("sm_120"))
     one = engine(Setup(algorithm=None))
     assert {row["mode"] for row in target(one).routes.report()} == {"prefill", "decode"}
-    with pytest.raises(SpecverifyError, match="no kernel of this plugin for SM90"):
+    with pytest.raises(SpecverifyError, match="no launch table for sm_120"):
         target(engine(TREE))
 
 
@@ -192,7 +192,7 @@ OPT_OUTS = {
     "SGLANG_SPECVERIFY_CHAIN": (CHAIN, {"target_verify", "draft_extend"}),
     "SGLANG_SPECVERIFY_DRAFT_DECODE": (TREE, {"draft_decode"}),
     "SGLANG_SPECVERIFY_DISABLE": (TREE, {"target_verify", "draft_extend", "draft_decode", "prefill", "decode"}),
-    "SGLANG_SPECVERIFY_KERNELS": (TREE, {"target_verify", "draft_extend", "draft_decode", "prefill", "decode"}),
+    "SGLANG_SPECVERIFY_KERNELS": (TREE, {"prefill", "decode"}),
 }
 
 
@@ -222,7 +222,8 @@ def test_opt_out_leaves_its_modes_to_stock(
         out = run(container.attn_backends[step], one.layers[0], batch.forward, x)
         assert_close(out, expected(one, one.layers[0], batch, x), STOCK)
     ran = {**kernels(backend.routes.report()), **kernels(extender.routes.report()), **kernels(container.routes.report())}
-    assert ran == {mode: {"stock" if mode in to_stock else "reference"} for mode in (*passes, "draft_decode")}
+    kernel = "fused" if flag == "SGLANG_SPECVERIFY_KERNELS" else "reference"
+    assert ran == {mode: {"stock" if mode in to_stock else kernel} for mode in (*passes, "draft_decode")}
     assert len(stock_calls) == len(to_stock) + ("draft_decode" in to_stock), "a draft of three steps runs two passes"
 
 

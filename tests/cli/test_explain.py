@@ -124,8 +124,9 @@ def test_a_mode_that_another_backend_runs(model: Any) -> None:
 def test_a_server_that_strict_mode_refuses(model: Any) -> None:
     path = model(QWEN3_5)
     tree = LINES["tree"]
-    assert "no kernel of this plugin for SM90" in ask(path, "sm_90", tree, strict=True).refused
-    assert ask(path, "sm_90", tree).refused == ask(path, "none", tree, strict=True).refused == ""
+    assert "it has no launch table for sm_120" in ask(path, "sm_120", tree, strict=True).refused
+    assert ask(path, "sm_120", tree).refused == ask(path, "sm_90", tree, strict=True).refused == ""
+    assert ask(path, "none", tree, strict=True).refused == ""
 
 
 def test_cpu_server_on_a_gpu_machine(model: Any) -> None:

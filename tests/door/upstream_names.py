@@ -15,6 +15,9 @@ def _in(module: str, *names: str) -> tuple[str, ...]:
 
 _BACKEND = ("__init__", "init_forward_metadata", "forward_decode", "forward_extend")
 _STEPS = ("__init__", "init_forward_metadata")
+#: What runs around and inside a captured graph.
+_GRAPHS = ("init_cuda_graph_state", "init_forward_metadata_out_graph")
+_STEP_GRAPHS = (*_GRAPHS, "init_forward_metadata_in_graph")
 _FACTORY = (
     "__init__",
     "_create_backend",
@@ -108,25 +111,34 @@ NAMES: tuple[str, ...] = (
     # The backends underneath.
     *_in(
         "layers.attention.base_attn_backend",
-        *_methods("AttentionBackend", ("forward", "verify_mask", "update_verify_buffers_to_fill_after_draft")),
+        *_methods("AttentionBackend", ("forward", "verify_mask", "update_verify_buffers_to_fill_after_draft", *_STEP_GRAPHS)),
+        *_methods("AttentionBackend", ("shared_read_ends", "supports_draft_extend_metadata_staging")),
     ),
     *_in(
         "layers.attention.triton_backend",
-        *_methods("TritonAttnBackend", (*_BACKEND, "verify_mask")),
-        *_methods("TritonMultiStepDraftBackend", _STEPS),
+        *_methods("TritonAttnBackend", (*_BACKEND, "verify_mask", *_GRAPHS)),
+        *_methods("TritonMultiStepDraftBackend", (*_STEPS, *_STEP_GRAPHS)),
     ),
     *_in(
         "layers.attention.flashattention_backend",
-        *_methods("FlashAttentionBackend", (*_BACKEND, "verify_mask")),
-        *_methods("FlashAttentionMultiStepBackend", _STEPS),
+        *_methods("FlashAttentionBackend", (*_BACKEND, "verify_mask", *_STEP_GRAPHS)),
+        *_methods("FlashAttentionBackend", ("get_paged_mha_kv_cache", "prepare_paged_mha_query")),
+        *_methods("FlashAttentionBackend", ("supports_draft_extend_metadata_staging", "stage_draft_extend_metadata")),
+        "FlashAttentionMetadata",
+        *_methods("FlashAttentionMultiStepBackend", (*_STEPS, *_STEP_GRAPHS)),
     ),
     *_in(
         "layers.attention.aiter_backend",
-        *_methods("AiterAttnBackend", _BACKEND),
-        *_methods("AiterMultiStepDraftBackend", _STEPS),
+        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS)),
+        *_methods("AiterMultiStepDraftBackend", (*_STEPS, *_STEP_GRAPHS)),
     ),
     # What a batch, a layer and a cache pool look like.
-    *_in("layers.attention.verify_mask", "VerifyMask"),
+    *_in("layers.attention.verify_mask", "VerifyMask", "maybe_create_verify_mask"),
+    "sglang.kernels.ops.attention.flash_attention:flash_attn_with_kvcache",
+    # Who captures a batch, and what is in it.
+    *_in("model_executor.runner.decode_cuda_graph_runner", "build_replay_fb_view", "DecodeCudaGraphRunner.capture_one_shape"),
+    *_in("speculative.eagle_draft_cuda_graph_runner", "EAGLEDraftCudaGraphRunner.capture_one_shape"),
+    *_in("speculative.eagle_draft_extend_cuda_graph_runner", "EAGLEDraftExtendCudaGraphRunner.capture_one_shape"),
     *_in("layers.radix_attention", "AttentionType", "RadixAttention.__init__", "RadixAttention.forward"),
     *_in(
         "model_executor.forward_batch_info",
@@ -153,6 +165,7 @@ PASSED_ON = {f"{_SRT}utils:kill_process_tree": f"{_SRT}utils.common:kill_process
 #: Imported as a whole; what is used of them is in `NAMES`.
 MODULES = (
     f"{_SRT}arg_groups.choices",
+    f"{_SRT}layers.attention.flashattention_backend",
     f"{_SRT}managers.scheduler",
     f"{_SRT}speculative.dflash_utils",
     f"{_SRT}speculative.ngram_worker",

@@ -11,6 +11,7 @@ from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import NO_GPU, from_name
 from sglang_specverify.routing import (
+    CLAIMED,
     ROUTES,
     CallFacts,
     Decision,
@@ -49,7 +50,7 @@ def test_the_reference_serves_without_a_gpu(mode: Mode, layer: LayerFacts, serve
     assert decision.served
     assert decision.kernel == "reference"
     assert decision.claimed
-    assert [rejected.name for rejected in decision.rejected] == ["stock"]
+    assert [rejected.name for rejected in decision.rejected] == ["prefix_gather", "prefix_tile", "fused", "stock"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_the_reference_knows_sinks() -> None:
 def _refused(decision: Decision, why: str) -> None:
     assert not decision.served
     assert decision.kernel == "stock"
-    assert why in decision.rejected[0].reason
-    assert decision.rejected[0].name == "reference"
+    assert why in next(row.reason for row in decision.rejected if row.name == "reference")
+    assert why in decision.reason
     assert decision.reason.endswith("SGLang's triton serves")
 
 
@@ -181,9 +182,14 @@ def test_refuses_uneven_heads(heads: tuple[int, int]) -> None:
     _refused(ask(layer=replace(LAYER, q_heads=heads[0], kv_heads=heads[1])), "whole ratio")
 
 
-def test_refuses_where_triton_kernels_are_asked_for() -> None:
-    assert ask(kernels="reference").served
-    _refused(ask(kernels="triton"), "SGLANG_SPECVERIFY_KERNELS=triton")
+@pytest.mark.parametrize("mode", list(Mode))
+def test_triton_kernels_in_the_interpreter(mode: Mode) -> None:
+    assert ask(mode, kernels="reference").kernel == "reference"
+    decision = ask(mode, kernels="triton")
+    assert decision.kernel == ("fused" if mode in CLAIMED else "stock")
+    refused = next(row.reason for row in decision.rejected if row.name == "reference")
+    assert mode not in CLAIMED or "SGLANG_SPECVERIFY_KERNELS=triton" in refused
+    require(decision, Flags(strict=True))
 
 
 TREE_VERIFY, CHAIN_VERIFY = (Mode.TARGET_VERIFY, SERVER), (Mode.TARGET_VERIFY, CHAIN)
@@ -219,29 +225,26 @@ def test_an_opt_out_takes_its_own_cases_and_no_others(flags: dict[str, bool], va
             require(decision, Flags(strict=True, **flags))
 
 
+@pytest.mark.parametrize("mode", [Mode.DECODE, Mode.PREFILL])
 @pytest.mark.parametrize("hardware", GPUS)
-@pytest.mark.parametrize("mode", list(Mode))
-def test_on_a_gpu_stock_serves_in_this_version(hardware: str, mode: Mode) -> None:
+def test_decode_and_prefill_are_stock_on_a_gpu(hardware: str, mode: Mode) -> None:
     machine = from_name(hardware)
-    server = replace(SERVER, base=machine.facts.preference[0], dtype="bfloat16", cuda_graph=True)
-    for kernels in ("auto", "reference", "triton"):
-        decision = ask(mode, server=server, hardware=machine, kernels=kernels)
-        assert not decision.served
-        assert decision.reason.endswith(f"SGLang's {server.base} serves")
-        assert decision.claimed == (mode in (Mode.TARGET_VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND))
-        if decision.claimed:
-            assert f"no kernel of this plugin for {machine.display} in this version" in decision.reason
+    decision = ask(mode, server=replace(SERVER, base=machine.facts.preference[0]), hardware=machine)
+    assert not decision.served
+    assert decision.reason.startswith(f"{mode.value} is SGLang's own on a GPU")
+    require(decision, Flags(strict=True))
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_strict_refuses_what_the_plugin_claims(mode: Mode) -> None:
-    on_gpu = ask(mode, hardware=from_name("sm_90"))
+@pytest.mark.parametrize("mode", [Mode.DECODE, Mode.PREFILL, Mode.TARGET_VERIFY])
+def test_strict_on_a_gpu(mode: Mode) -> None:
+    """Architectures without a launch table are the ones that stock serves unasked."""
+    on_gpu = ask(mode, hardware=from_name("sm_120"), server=replace(SERVER, dtype="bfloat16"))
     require(on_gpu, Flags())
-    if mode in (Mode.DECODE, Mode.PREFILL):
+    if mode is not Mode.TARGET_VERIFY:
         require(on_gpu, Flags(strict=True))
-    else:
-        with pytest.raises(SpecverifyError, match="SGLANG_SPECVERIFY_STRICT=1 and not served by the plugin: no kernel"):
-            require(on_gpu, Flags(strict=True))
+        return
+    with pytest.raises(SpecverifyError, match="SGLANG_SPECVERIFY_STRICT=1 and not served by the plugin: it has no launch table"):
+        require(on_gpu, Flags(strict=True))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -266,20 +269,24 @@ def test_a_new_row_serves_before_the_reference(monkeypatch: pytest.MonkeyPatch) 
         arguments=frozenset(),
         cuda_graphs=True,
         refuse=lambda case: None if case.server.topk > 1 else "trees only",
+        serves=lambda case: "a tree",
     )
     monkeypatch.setattr(route, "ROUTES", (row, *ROUTES))
     gpu = from_name("sm_90")
     server = replace(SERVER, base="fa3", dtype="bfloat16", cuda_graph=True)
     served = ask(server=server, hardware=gpu)
     assert served.kernel == "fused_tree"
-    assert [rejected.name for rejected in served.rejected] == ["reference", "stock"]
+    assert [rejected.name for rejected in served.rejected] == [*(row.name for row in ROUTES), "stock"]
     # What the row does not know falls through it, to the next row or to stock, each with its reason.
-    chain = ask(server=replace(server, topk=1), hardware=gpu)
-    assert not chain.served
+    chain = ask(server=replace(server, topk=1, base="triton"), hardware=gpu)
+    assert chain.kernel != "fused_tree"
     assert (chain.rejected[0].name, chain.rejected[0].reason) == ("fused_tree", "trees only")
-    assert not ask(layer=WINDOW, server=server, hardware=gpu).served
-    assert not ask(server=server, hardware=gpu, arguments=frozenset({"sinks"})).served
-    assert not ask(Mode.DRAFT_DECODE, server=server, hardware=gpu).served
+    for other in (
+        ask(layer=WINDOW, server=server, hardware=gpu),
+        ask(server=server, hardware=gpu, arguments=frozenset({"sinks"})),
+        ask(Mode.DRAFT_DECODE, server=server, hardware=gpu),
+    ):
+        assert other.kernel != "fused_tree"
     on_cpu = ask(server=replace(server, dtype="float32", cuda_graph=False))
     assert on_cpu.kernel == "reference"
     assert on_cpu.rejected[0].name == "fused_tree"

@@ -1,0 +1,108 @@
+"""What the layers of one step share on the device: plans of the kernels by the shape of a layer, and their scratch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_specverify.kernels.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+#: A window up to so many keys is not worth dividing over programs.
+SHORT_WINDOW = 512
+
+#: Kernels that merge the drafts into the result of FlashAttention's pass over the prefix.
+AFTER_PREFIX_PASS = ("prefix_tile", "prefix_gather")
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What a plan depends on of a layer, apart from its window."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """Layers of one mode that a kernel of the plugin serves and that need the same plan.
+
+    `window` is 0 for windows too short to divide, -1 for none.
+    """
+
+    dims: Dims
+    window: int
+    kernel: str
+
+    @classmethod
+    def of(cls, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int, window: int, kernel: str) -> Served:
+        dims = Dims(q_heads, kv_heads, head_dim, v_head_dim)
+        return cls(dims, 0 if 0 <= window <= SHORT_WINDOW else window, kernel)
+
+    @property
+    def divides(self) -> bool:
+        """Whether these layers read a prefix that may be divided over programs."""
+        return self.kernel == "fused" and self.window != 0
+
+
+class Scratch:
+    """One buffer for a backend, which grows; whoever holds an older one, such as a captured graph, keeps it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def size(self) -> int:
+        return self._buffer.numel()
+
+    def of(self, size: int) -> torch.Tensor:
+        """At least `size` bytes, undefined."""
+        if size > self._buffer.numel():
+            logger.info("specverify: scratch for divided prefixes: %.1f MB", size / 1e6)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._buffer.device)
+        return self._buffer
+
+
+@dataclass
+class Plans:
+    """The plans of one step. A graph's step makes each anew at every replay, in the buffer it had when it was captured."""
+
+    deterministic: bool
+    #: The FP8 type in which the base's own decode takes Q, or None: verify and decode must see the same Q.
+    q_type: torch.dtype | None = None
+    by_layer: dict[Served, Plan] = field(default_factory=dict)
+    workspace: torch.Tensor | None = None
+    #: Each row's visible draft slots first, int32 [rows, W], and how many they are, int32 [rows], where a layer gathers them.
+    suffix: tuple[torch.Tensor, torch.Tensor] | None = None
+    #: The buffers of the plans, in the order in which they are made.
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        """Q as the base's own decode represents it, in its own type."""
+        return q if self.q_type is None else q.to(self.q_type).to(q.dtype)
+
+    def options(self, served: Served) -> dict[str, Any]:
+        """The arguments by which a kernel call of such a layer takes its part; which variant runs follows from the plan."""
+        plan = self.by_layer.get(served)
+        workspace = self.workspace if plan is not None and plan.divides else None
+        return {"deterministic": self.deterministic, "variant": "auto", "plan": plan, "workspace": workspace}
+
+
+def groups(layers: Iterable[Served]) -> list[tuple[Dims, int, list[Served]]]:
+    """Layers by what one plan serves: (dims, window, layers), with the layers that divide nothing beside those that do."""
+    found: dict[tuple[Dims, int], list[Served]] = {}
+    layers = sorted(layers, key=lambda one: (not one.divides, one.window))
+    for one in layers:
+        home = (one.dims, one.window)
+        if not one.divides:
+            # Any plan of these dims holds what they read of it: the packed masks.
+            home = next((key for key in found if key[0] == one.dims), (one.dims, -1))
+        found.setdefault(home, []).append(one)
+    return [(dims, window, members) for (dims, window), members in found.items()]

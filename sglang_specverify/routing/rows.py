@@ -1,0 +1,236 @@
+"""The kernels of the plugin as rows of a table: what each one knows, and why it refuses the rest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_specverify.flags import Flags
+from sglang_specverify.hardware import Hardware
+from sglang_specverify.routing.facts import CallFacts, LayerFacts, LayerKind, Mode, ServerFacts
+from sglang_specverify.routing.tree import (
+    MAX_GATHERED,
+    MAX_GATHERED_DIM,
+    SPECIALIZED_ARCH,
+    SPECIALIZED_HEAD_DIMS,
+    SPECIALIZED_ROWS,
+    TreeFacts,
+    depth,
+    refuse_tile,
+)
+
+#: Modes that the plugin is for. The others are stock on a GPU by design; without one the reference takes all.
+CLAIMED = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
+
+#: FlashAttention underneath.
+FLASH = ("fa3", "fa4")
+
+#: As `--kv-cache-dtype` spells them, and as torch does once resolved.
+FP8_CACHES = frozenset({"fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2"})
+_PLAIN_CACHES = frozenset({"auto", "float32", "bfloat16", "bf16", "float16", "half"})
+
+#: Their lengths and masks are read in `backends/steps.py`. The drafts of others (frozen-KV MTP, DFLASH, DSPARK, UNO)
+#: use the same modes with other lengths.
+_KNOWN_ALGORITHMS = frozenset({None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"})
+
+_LONG_NAMES = {"half": "float16", "bf16": "bfloat16"}
+
+#: The largest head dim of the Triton kernels.
+_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything a route may look at."""
+
+    hardware: Hardware
+    server: ServerFacts
+    layer: LayerFacts
+    mode: Mode
+    flags: Flags
+    call: CallFacts
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the drafts are a tree: NGRAM's are at breadth 1 too, where a short match is filled up with siblings."""
+        return self.server.topk > 1 or self.server.algorithm == "NGRAM"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One kernel of the plugin: what it knows, and what it refuses beyond that.
+
+    Attributes:
+        name: the kernel's name in logs and reports.
+        modes, layers: what it serves.
+        dtypes: dtypes of Q.
+        kv_caches: dtypes of the KV cache, under either of their names.
+        algorithms: speculative algorithms whose batches it knows; None is no speculation.
+        arguments: forward arguments beyond Q, K and V that it knows the meaning of.
+        cuda_graphs: whether it can be recorded into one.
+        refuse: the reason it does not take a case that passed all of the above, or None.
+        serves: the reason it takes a case.
+    """
+
+    name: str
+    modes: frozenset[Mode]
+    layers: frozenset[LayerKind]
+    dtypes: frozenset[str]
+    kv_caches: frozenset[str]
+    algorithms: frozenset[str | None]
+    arguments: frozenset[str]
+    cuda_graphs: bool
+    refuse: Callable[[Case], str | None]
+    serves: Callable[[Case], str] = lambda case: f"{case.hardware.display}: it knows everything in this call"
+
+
+def _refuse_reference(case: Case) -> str | None:
+    if case.hardware.has_gpu:
+        return f"the FP64 reference serves without a GPU, and this is {case.hardware.display}"
+    if case.flags.kernels == "triton":
+        return "SGLANG_SPECVERIFY_KERNELS=triton asks for Triton kernels in its place"
+    return None
+
+
+def _refuse_triton(case: Case) -> str | None:
+    """What no Triton kernel of the plugin serves."""
+    machine, server, layer = case.hardware, case.server, case.layer
+    if not machine.has_gpu and case.flags.kernels != "triton":
+        return "without a GPU Triton kernels run in the interpreter alone: SGLANG_SPECVERIFY_KERNELS=triton asks for that"
+    if machine.family == "other":
+        return f"it has no launch table for {machine.display}"
+    if max(layer.head_dim, layer.v_head_dim) > _MAX_HEAD_DIM:
+        return f"head dim {max(layer.head_dim, layer.v_head_dim)} is over its {_MAX_HEAD_DIM}"
+    if server.dtype == "float32" and machine.has_gpu:
+        return "float32 on a GPU is not tested"
+    cache = _LONG_NAMES.get(server.kv_cache_dtype, server.kv_cache_dtype)
+    dtype = _LONG_NAMES.get(server.dtype, server.dtype)
+    if cache in FP8_CACHES:
+        if machine.family == "gfx942":
+            return f"a {cache} cache on gfx942, whose FP8 is another, is not tested"
+    elif "auto" not in (cache, dtype) and cache != dtype:
+        return f"a {cache} cache beside {dtype}: it reads Q's type or FP8"
+    return None
+
+
+def _refuse_fused(case: Case) -> str | None:
+    if case.server.base == "aiter":
+        return "it is not wired to SGLang's aiter backend"
+    if reason := _refuse_triton(case):
+        return reason
+    chain_verify = case.mode is Mode.TARGET_VERIFY and not case.is_tree
+    if case.server.base == "triton" and chain_verify and not case.server.splitkv_verify:
+        return "SGLANG_ENABLE_SPLITKV_VERIFY=0 asks for chains that are verified without a division of the prefix"
+    return None
+
+
+def _refuse_prefix_pass(case: Case) -> str | None:
+    """What neither of the kernels that follow FlashAttention's prefix pass serves."""
+    server = case.server
+    if server.base not in FLASH:
+        return f"its prefix pass is FlashAttention's, and {server.base} lies underneath"
+    if not case.is_tree:
+        return "it is for trees, and this is a chain"
+    if reason := _refuse_triton(case):
+        return reason
+    if server.base == "fa4" and server.kv_cache_dtype in FP8_CACHES:
+        return "FA4's prefix pass over an FP8 cache is not tested"
+    return None
+
+
+def _refuse_gather(case: Case) -> str | None:
+    server, layer = case.server, case.layer
+    if reason := _refuse_prefix_pass(case):
+        return reason
+    if case.flags.tree_kernel != "gather":
+        return "it serves where SGLANG_SPECVERIFY_TREE_KERNEL=gather asks for it"
+    seen = depth(server.algorithm, server.num_steps, server.num_draft_tokens)
+    if seen > MAX_GATHERED:
+        return f"a row may see {seen} drafts, and it gathers {MAX_GATHERED} at most"
+    if max(layer.head_dim, layer.v_head_dim) > MAX_GATHERED_DIM:
+        return f"head dim {max(layer.head_dim, layer.v_head_dim)} is over its {MAX_GATHERED_DIM}"
+    return None
+
+
+def _refuse_tile(case: Case) -> str | None:
+    server, layer, asked = case.server, case.layer, case.flags.tree_kernel
+    if reason := _refuse_prefix_pass(case):
+        return reason
+    if asked == "fused":
+        return "SGLANG_SPECVERIFY_TREE_KERNEL=fused asks for the one kernel"
+    if asked == "tile":
+        return None
+    width, group = server.num_draft_tokens, layer.q_heads // max(1, layer.kv_heads)
+    specialized = _is_specialized(case, width * group)
+    return refuse_tile(TreeFacts(case.hardware.arch, width, group, server.context, server.deterministic, specialized=specialized))
+
+
+def _is_specialized(case: Case, rows: int) -> bool:
+    """Whether the kernel with specialised warps takes the trees of a layer. Its own check, at each call, knows strides too."""
+    server, layer = case.server, case.layer
+    plain = server.kv_cache_dtype not in FP8_CACHES and server.dtype != "float32" and not layer.softcap
+    dims = layer.head_dim == layer.v_head_dim and layer.head_dim in SPECIALIZED_HEAD_DIMS
+    return case.hardware.arch == SPECIALIZED_ARCH and plain and dims and rows > SPECIALIZED_ROWS
+
+
+def _gather_serves(case: Case) -> str:
+    return "SGLANG_SPECVERIFY_TREE_KERNEL=gather"
+
+
+def _tile_serves(case: Case) -> str:
+    if case.flags.tree_kernel == "tile":
+        return "SGLANG_SPECVERIFY_TREE_KERNEL=tile"
+    return "a tree on a long context: FlashAttention's prefix pass, and the drafts as one tile under the mask"
+
+
+def _fused_serves(case: Case) -> str:
+    if case.mode is Mode.DRAFT_DECODE:
+        return "the branches of a draft step over one reading of the prefix"
+    drafts = "a tree" if case.is_tree and case.mode is Mode.TARGET_VERIFY else "a chain"
+    return f"{drafts} and its prefix in one kernel"
+
+
+def _after_prefix_pass(name: str, refuse: Callable[[Case], str | None], serves: Callable[[Case], str]) -> Route:
+    return Route(
+        name=name,
+        modes=frozenset({Mode.TARGET_VERIFY}),
+        # A window starts at another key for each row of a tree, which FlashAttention has no argument for.
+        layers=frozenset({LayerKind.FULL}),
+        dtypes=frozenset({"bfloat16", "float16", "half", "auto", "float32"}),
+        kv_caches=_PLAIN_CACHES | {"fp8_e4m3", "float8_e4m3fn"},
+        algorithms=_KNOWN_ALGORITHMS,
+        arguments=frozenset({"sinks"}),
+        cuda_graphs=True,
+        refuse=refuse,
+        serves=serves,
+    )
+
+
+ROUTES: tuple[Route, ...] = (
+    _after_prefix_pass("prefix_gather", _refuse_gather, _gather_serves),
+    _after_prefix_pass("prefix_tile", _refuse_tile, _tile_serves),
+    Route(
+        name="fused",
+        modes=CLAIMED,
+        layers=frozenset({LayerKind.FULL, LayerKind.WINDOW}),
+        dtypes=frozenset({"bfloat16", "float16", "half", "auto", "float32"}),
+        kv_caches=_PLAIN_CACHES | FP8_CACHES,
+        algorithms=_KNOWN_ALGORITHMS,
+        arguments=frozenset({"sinks"}),
+        cuda_graphs=True,
+        refuse=_refuse_fused,
+        serves=_fused_serves,
+    ),
+    Route(
+        name="reference",
+        modes=frozenset(Mode),
+        layers=frozenset({LayerKind.FULL, LayerKind.WINDOW}),
+        dtypes=frozenset({"float32", "bfloat16", "float16", "half", "auto"}),
+        kv_caches=_PLAIN_CACHES | FP8_CACHES,
+        algorithms=_KNOWN_ALGORITHMS,
+        arguments=frozenset({"sinks"}),
+        cuda_graphs=False,
+        refuse=_refuse_reference,
+        serves=lambda case: f"{case.hardware.display}: reference knows everything in this call",
+    ),
+)

@@ -1,0 +1,70 @@
+"""How a tree is verified over FlashAttention: one kernel, or its prefix pass and the tree tile. Pure.
+
+A captured graph is one program for every length that it will be replayed with, and no length is known on the host when it is
+captured. So the choice looks at what the server knows for good, and must be no slower than SGLang's own at any length. By
+`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is ahead up to
+prefixes of some 2000 tokens and not behind SGLang's up to 8192, where it is level for a single request; the prefix pass is ahead
+beyond. Without that kernel the two are level at some 400 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: A context up to this long leaves the one kernel ahead, or close, at every prefix that it can hold; the second, where that is
+#: the kernel with specialised warps.
+SHORT_CONTEXT, SPECIALIZED_CONTEXT = 1024, 8192
+
+#: Up to so many query rows of a KV head the prefix is a matter of bandwidth, which both reach, and one launch is fewer.
+FEW_ROWS = 32
+
+#: What the kernel with specialised warps takes; `kernels/specialized.py` and `kernels/variants.py`, which a light import must not
+#: reach, say the same, and the tests compare.
+SPECIALIZED_ARCH, SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS = "sm_90", (64, 128), 64
+
+#: What the gathered suffix was made for: it holds a row's whole suffix in registers.
+MAX_GATHERED, MAX_GATHERED_DIM = 64, 128
+
+
+def depth(algorithm: str | None, num_steps: int, num_draft_tokens: int) -> int:
+    """The most draft tokens that a row sees, itself included: a path from the root. NGRAM's may be the whole draft."""
+    return num_draft_tokens if algorithm == "NGRAM" else min(num_draft_tokens, num_steps + 1)
+
+
+@dataclass(frozen=True)
+class TreeFacts:
+    """What the choice may know.
+
+    Attributes:
+        arch: the architecture, such as "sm_90".
+        width: draft tokens of a request.
+        group: query heads that share a KV head.
+        context: the most tokens that a request may have; 0 where not known.
+        deterministic: rows must not depend on the rest of the batch.
+        specialized: whether the kernel with specialised warps takes these layers.
+    """
+
+    arch: str
+    width: int
+    group: int
+    context: int
+    deterministic: bool
+    specialized: bool = False
+
+    @property
+    def short(self) -> int:
+        """The longest context that is short."""
+        return SPECIALIZED_CONTEXT if self.specialized else SHORT_CONTEXT
+
+
+def refuse_tile(facts: TreeFacts) -> str | None:
+    """Why the prefix pass and the tree tile are not the better choice, or None where they are."""
+    if facts.arch != "sm_90":
+        return f"the prefix pass and the tree tile were measured on SM90 alone, not on {facts.arch}"
+    if facts.deterministic:
+        return "deterministic inference: the one kernel divides a prefix by its own length only"
+    if 0 < facts.context <= facts.short:
+        return f"a context of {facts.context} tokens is short: the one kernel is faster"
+    if facts.width * facts.group <= FEW_ROWS:
+        return f"{facts.width * facts.group} query rows for each KV head are few: the one kernel reads the prefix as fast"
+    return None

@@ -9,6 +9,7 @@ import torch
 from sglang_specverify.backends.plans import Served
 from sglang_specverify.backends.steps import Step, View
 from sglang_specverify.kernels import draft_decode_attention, gather_suffix_merge, tree_suffix_merge, verify_attention
+from sglang_specverify.kernels.checks import FP8
 from sglang_specverify.routing.route import Decision
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def attend(
     # The kernels write every real row, so only padding is worth a launch to clear.
     covered = step.q_offsets is None and step.num_draft_tokens is not None and q.shape[0] == step.rows * step.num_draft_tokens
     out = (q.new_empty if covered else q.new_zeros)((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
-    options = _options(step, layer, sinks)
+    options = _options(step, layer, pool, sinks)
     if step.plans is None:
         options["variant"] = decision.kernel
     else:
@@ -73,7 +74,7 @@ def merge_tree(
     """
     view = _view(step, layer, pool)
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    options = _options(step, layer, sinks)
+    options = _options(step, layer, pool, sinks)
     if step.plans is not None:
         q = step.plans.query(q)
         shared = step.plans.options(_served(layer, decision))
@@ -98,7 +99,7 @@ def merge_gathered(
     assert step.plans is not None and step.plans.suffix is not None
     slots, lens = step.plans.suffix
     q, keys, values, *_ = _tensors(step, step.full, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, pool)
-    options = _options(step, layer, sinks)
+    options = _options(step, layer, pool, sinks)
     known = {name: options[name] for name in ("softcap", "sinks", "k_scale", "v_scale", "sm_scale")}
     gather_suffix_merge(step.plans.query(q), keys, values, slots[:, :depth], lens, prefix_out, prefix_lse, **known)
     return prefix_out.view(prefix_out.shape[0], -1)
@@ -126,15 +127,17 @@ def _drafts(step: Step) -> dict[str, Any]:
     }
 
 
-def _options(step: Step, layer: RadixAttention, sinks: torch.Tensor | None) -> dict[str, Any]:
+def _options(step: Step, layer: RadixAttention, pool: Any, sinks: torch.Tensor | None) -> dict[str, Any]:
     window = layer.sliding_window_size
+    # The pool divides K and V by the scales where it narrows them, and nowhere else.
+    scaled = layer.k_scale is not None and (not step.scales_fp8_only or pool.get_key_buffer(layer.layer_id).dtype in FP8)
     return {
         "page_size": step.page_size,
         "window": -1 if window is None else window,
         "softcap": float(layer.logit_cap or 0.0),
         "sinks": None if sinks is None else sinks.float(),
-        "k_scale": 1.0 if layer.k_scale is None else layer.k_scale_float,
-        "v_scale": 1.0 if layer.v_scale is None else layer.v_scale_float,
+        "k_scale": layer.k_scale_float if scaled else 1.0,
+        "v_scale": layer.v_scale_float if scaled else 1.0,
         "sm_scale": layer.scaling,
     }
 

@@ -142,6 +142,7 @@ class DeviceSteps:
             mask=mask,
             positions=batch.positions[: bs * queries] if mask is not None else None,
             topk=self.topk if drafting else 1,
+            scales_fp8_only=self.server.base in FLASH,
             plans=Plans(self.server.deterministic, self._q_type()),
             flash_offsets=torch.arange(bs + 1, dtype=torch.int32, device=self.device) * queries if prefix_pass else None,
         )

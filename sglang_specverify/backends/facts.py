@@ -85,7 +85,7 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
         num_draft_tokens=spec.speculative_num_draft_tokens or 0,
         page_size=runner.page_size or 1,
         dtype=str(runner.dtype).removeprefix("torch."),
-        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        kv_cache_dtype=_cache_name(runner),
         cuda_graph=runner.device == "cuda" and not cuda_graph_fully_disabled(),
         deterministic=bool(get_exec().deterministic.enable_deterministic_inference),
         context=int(runner.model_config.context_len or 0),
@@ -93,6 +93,12 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
         two_batch_overlap=bool(get_exec().overlap.enable_two_batch_overlap),
         unknown=frozenset(_unknown_states(runner, is_mla=uses_mla(runner))),
     )
+
+
+def _cache_name(runner: ModelRunner) -> str:
+    """The cache's type; by its option where that says more: an mxfp8 cache holds e4m3 under scales of blocks."""
+    given = getattr(runner, "kv_cache_dtype_str", None)
+    return given if given == "mxfp8" else str(runner.kv_cache_dtype).removeprefix("torch.")
 
 
 def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
@@ -130,5 +136,9 @@ def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
         yield "ragged verify"
     if runner.is_draft_worker and resolve_draft_decode_window(runner) != (0, 0):
         yield "draft decode window (--speculative-draft-window-size)"
-    if not is_mla and not isinstance(runner.token_to_kv_pool, (MHATokenToKVPool, SWAKVPool)):
-        yield f"cache pool {type(runner.token_to_kv_pool).__name__}"
+    pool = runner.token_to_kv_pool
+    # Their subclasses lay keys out in other ways, in pages or under scales of blocks.
+    pools = (pool.full_kv_pool, pool.swa_kv_pool) if type(pool) is SWAKVPool else (pool,)
+    for each in () if is_mla else pools:
+        if type(each) is not MHATokenToKVPool:
+            yield f"cache pool {type(each).__name__}"

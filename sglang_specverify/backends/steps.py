@@ -92,6 +92,8 @@ class Step:
     positions: torch.Tensor | None = None
     topk: int = 1
     step: int = 0
+    #: Whether KV scales apply to an FP8 cache alone, as over FlashAttention; SGLang's Triton backend applies them to any.
+    scales_fp8_only: bool = False
     #: What the Triton kernels share of this step; None where the reference serves.
     plans: Plans | None = None
     #: FlashAttention's row offsets, int32 [rows + 1], where its prefix pass serves a layer.

@@ -15,6 +15,7 @@ from sglang_specverify.routing.tree import (
     SPECIALIZED_HEAD_DIMS,
     SPECIALIZED_ROWS,
     TreeFacts,
+    alone_from,
     depth,
     refuse_tile,
 )
@@ -70,6 +71,7 @@ class Route:
         cuda_graphs: whether it can be recorded into one.
         refuse: the reason it does not take a case that passed all of the above, or None.
         serves: the reason it takes a case.
+        alone_from: the number of requests from which the `fused` route serves in its place, or None.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Route:
     cuda_graphs: bool
     refuse: Callable[[Case], str | None]
     serves: Callable[[Case], str] = lambda case: f"{case.hardware.display}: it knows everything in this call"
+    alone_from: Callable[[Case], int | None] = lambda case: None
 
 
 def _refuse_reference(case: Case) -> str | None:
@@ -153,16 +156,27 @@ def _refuse_gather(case: Case) -> str | None:
 
 
 def _refuse_tile(case: Case) -> str | None:
-    server, layer, asked = case.server, case.layer, case.flags.tree_kernel
+    asked = case.flags.tree_kernel
     if reason := _refuse_prefix_pass(case):
         return reason
     if asked == "fused":
         return "SGLANG_SPECVERIFY_TREE_KERNEL=fused asks for the one kernel"
     if asked == "tile":
         return None
+    return refuse_tile(_tree_facts(case))
+
+
+def _tile_alone_from(case: Case) -> int | None:
+    if case.flags.tree_kernel != "auto":
+        return None
+    return alone_from(_tree_facts(case), case.layer.kv_heads, case.hardware.multiprocessors)
+
+
+def _tree_facts(case: Case) -> TreeFacts:
+    server, layer = case.server, case.layer
     width, group = server.num_draft_tokens, layer.q_heads // max(1, layer.kv_heads)
     specialized = _is_specialized(case, width * group)
-    return refuse_tile(TreeFacts(case.hardware.arch, width, group, server.context, server.deterministic, specialized=specialized))
+    return TreeFacts(case.hardware.arch, width, group, server.context, server.deterministic, specialized=specialized)
 
 
 def _is_specialized(case: Case, rows: int) -> bool:
@@ -190,7 +204,12 @@ def _fused_serves(case: Case) -> str:
     return f"{drafts} and its prefix in one kernel"
 
 
-def _after_prefix_pass(name: str, refuse: Callable[[Case], str | None], serves: Callable[[Case], str]) -> Route:
+def _after_prefix_pass(
+    name: str,
+    refuse: Callable[[Case], str | None],
+    serves: Callable[[Case], str],
+    alone_from: Callable[[Case], int | None] = lambda case: None,
+) -> Route:
     return Route(
         name=name,
         modes=frozenset({Mode.TARGET_VERIFY}),
@@ -203,12 +222,13 @@ def _after_prefix_pass(name: str, refuse: Callable[[Case], str | None], serves: 
         cuda_graphs=True,
         refuse=refuse,
         serves=serves,
+        alone_from=alone_from,
     )
 
 
 ROUTES: tuple[Route, ...] = (
     _after_prefix_pass("prefix_gather", _refuse_gather, _gather_serves),
-    _after_prefix_pass("prefix_tile", _refuse_tile, _tile_serves),
+    _after_prefix_pass("prefix_tile", _refuse_tile, _tile_serves, _tile_alone_from),
     Route(
         name="fused",
         modes=CLAIMED,

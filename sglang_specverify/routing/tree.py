@@ -15,6 +15,12 @@ from dataclasses import dataclass
 #: the kernel with specialised warps.
 SHORT_CONTEXT, SPECIALIZED_CONTEXT = 1024, 8192
 
+#: Up to this context a batch whose tiles fill the device is no slower at any length in the kernel with specialised warps than
+#: SGLang's own, and twice as fast as the prefix pass and the tile where prefixes are short.
+BATCHED_CONTEXT = 40960
+#: Query rows of one of its tiles.
+_TILE_ROWS = 128
+
 #: Up to so many query rows of a KV head the prefix is a matter of bandwidth, which both reach, and one launch is fewer.
 FEW_ROWS = 32
 
@@ -55,6 +61,18 @@ class TreeFacts:
     def short(self) -> int:
         """The longest context that is short."""
         return SPECIALIZED_CONTEXT if self.specialized else SHORT_CONTEXT
+
+
+def alone_from(facts: TreeFacts, kv_heads: int, multiprocessors: int) -> int | None:
+    """The number of requests from which the one kernel serves in place of the prefix pass and the tile, or None.
+
+    A batch is known when its graph is captured, as no length is. From so many on half the multiprocessors have a tile of their
+    own and no prefix is divided, which is when the kernel with specialised warps serves.
+    """
+    if not facts.specialized or facts.deterministic or multiprocessors < 1 or not 0 < facts.context <= BATCHED_CONTEXT:
+        return None
+    tiles = -(-facts.width * facts.group // _TILE_ROWS)
+    return multiprocessors // (2 * tiles * kv_heads) + 1
 
 
 def refuse_tile(facts: TreeFacts) -> str | None:

@@ -98,6 +98,24 @@ def test_an_fp8_cache(engine: Make, monkeypatch: pytest.MonkeyPatch, flash: list
     assert len(seen) == len(flash)
 
 
+@pytest.mark.parametrize("kernel", ["tile", "gather", "fused"])
+def test_scales_of_a_cache_that_is_not_fp8(engine: Make, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """A checkpoint may bring them for any cache. What is stored is not divided by them, and FlashAttention applies none."""
+    monkeypatch.setenv("SGLANG_SPECVERIFY_TREE_KERNEL", kernel)
+    one = engine(TREE.but(scales=(0.5, 2.0), page_size=16))
+    add(one, LENGTHS)
+
+    def stored(engine: Engine, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = engine.pool.get_kv_buffer(layer.layer_id)
+        return k.double(), v.double()
+
+    monkeypatch.setattr("tests.backends.compare.cache_of", stored)
+    backend = target(one)
+    check(one, backend, verify_batch(one, backend))
+    container = drafter(one)
+    check_draft(one, container, batches.draft(one, one.runner(is_draft=True)))
+
+
 @pytest.mark.parametrize("name", ["page 1", "pages", "window pool", "cap"])
 def test_draft_steps_of_a_tree(engine: Make, flash: list[Any], name: str) -> None:
     one = engine(SETUPS[name])
@@ -172,6 +190,30 @@ def test_captured_trees(engine: Make, monkeypatch: pytest.MonkeyPatch, name: str
         graph.run(batch)
     assert not stock_metadata, "SGLang's own metadata is not made"
     assert backend._verify_mask is None
+
+
+def test_large_batches_of_trees_take_one_kernel(engine: Make, monkeypatch: pytest.MonkeyPatch, flash: list[Any]) -> None:
+    """Eager and captured, by the number of requests; what is reported is what ran."""
+    monkeypatch.setattr("sglang_specverify.routing.rows.refuse_tile", lambda facts: None)
+    monkeypatch.setattr("sglang_specverify.routing.rows.alone_from", lambda *facts: 2)
+    one = engine(TREE)
+    add(one, LENGTHS)
+    backend = target(one)
+    check(one, backend, verify_batch(one, backend))
+    assert not flash
+    for _ in range(2):
+        one.requests.pop()
+    check(one, backend, verify_batch(one, backend))
+    assert len(flash) == len(one.layers)
+    small = buffers_for(one, backend, ForwardMode.TARGET_VERIFY, 4)
+    for requests in (1, 4):
+        graph = Graph(one, backend, small, ForwardMode.TARGET_VERIFY, requests)
+        flash.clear()
+        graph.replay(verify_batch(one, backend))
+        assert bool(flash) == (requests == 1)
+    ran = {(row["kernel"], row["calls"] > 0) for row in backend.routes.report() if row["mode"] == "target_verify"}
+    assert ran == {("prefix_tile", True), ("fused", True)}
+    assert any("from 2 requests on" in row["reason"] for row in backend.routes.report())
 
 
 @pytest.mark.parametrize("name", ["page 1", "window pool"])

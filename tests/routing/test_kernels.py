@@ -10,7 +10,15 @@ import pytest
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import NO_GPU, from_name
 from sglang_specverify.routing import CallFacts, Decision, LayerFacts, LayerKind, Mode, ServerFacts, decide, require
-from sglang_specverify.routing.tree import FEW_ROWS, SHORT_CONTEXT, SPECIALIZED_CONTEXT, TreeFacts, refuse_tile
+from sglang_specverify.routing.tree import (
+    BATCHED_CONTEXT,
+    FEW_ROWS,
+    SHORT_CONTEXT,
+    SPECIALIZED_CONTEXT,
+    TreeFacts,
+    alone_from,
+    refuse_tile,
+)
 
 LAYER = LayerFacts(LayerKind.FULL, 32, 8, 128, 128)
 WINDOW = replace(LAYER, kind=LayerKind.WINDOW, window=127)
@@ -162,6 +170,51 @@ def test_specialised_warps_make_longer_contexts_short(server: dict[str, Any], la
     assert ask(server=replace(wide, **server), layer=replace(full, **layer)).kernel == kernel
 
 
+WIDE = replace(TREE, num_draft_tokens=64)
+SM90 = replace(H200, multiprocessors=132)
+
+
+def test_large_batches_go_to_the_one_kernel() -> None:
+    """W 64 with 4 query heads for each of 8 KV heads: 16 tiles a request, of which 5 requests fill more than half of 132."""
+    decision = ask(server=WIDE, hardware=SM90)
+    assert decision.kernel == "prefix_tile" and decision.alone_from == 5
+    assert "from 5 requests on in one kernel" in decision.reason
+    assert decision.at(4) is decision and decision.at(0) is decision
+    large = decision.at(5)
+    assert large.kernel == "fused" and large.served and large.claimed and "from 5 requests on" in large.reason
+    assert large.at(9) is large
+
+
+@pytest.mark.parametrize(
+    ("server", "layer", "hardware", "flags"),
+    [
+        ({"context": BATCHED_CONTEXT + 1}, {}, {}, {}),
+        ({"context": 0}, {}, {}, {}),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, {}, {}),
+        ({}, {"head_dim": 256, "v_head_dim": 256}, {}, {}),
+        ({}, {}, {"multiprocessors": 0}, {}),
+        ({}, {}, {}, {"tree_kernel": "tile"}),
+    ],
+)
+def test_where_batches_of_any_size_keep_the_tile(
+    server: dict[str, Any], layer: dict[str, Any], hardware: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    decision = ask(server=replace(WIDE, **server), layer=replace(LAYER, **layer), hardware=replace(SM90, **hardware), **flags)
+    assert decision.kernel == "prefix_tile" and decision.alone_from is None
+    assert decision.at(1000) is decision
+
+
+@pytest.mark.parametrize(("width", "kv_heads", "least"), [(64, 8, 5), (128, 8, 3), (64, 1, 34), (33, 8, 5), (256, 8, 2)])
+def test_the_batch_whose_tiles_fill_the_device(width: int, kv_heads: int, least: int) -> None:
+    facts = replace(FACTS, width=width, specialized=True)
+    found = alone_from(facts, kv_heads, 132)
+    assert found == least
+    tiles = -(-width * facts.group // 128) * kv_heads
+    assert 2 * tiles * found > 132 >= 2 * tiles * (found - 1)
+    assert alone_from(replace(facts, specialized=False), kv_heads, 132) is None
+    assert alone_from(replace(facts, deterministic=True), kv_heads, 132) is None
+
+
 def test_what_the_specialised_kernel_takes_is_said_twice_alike() -> None:
     from sglang_specverify.kernels import specialized, variants
     from sglang_specverify.routing import tree
@@ -201,6 +254,13 @@ def test_ngram_of_breadth_one_is_a_tree() -> None:
     server = replace(CHAIN, algorithm="NGRAM", num_draft_tokens=12)
     assert ask(server=server).kernel == "prefix_tile"
     assert ask(server=replace(server, base="triton", splitkv_verify=False)).kernel == "fused"
+
+
+def test_opting_out_of_trees_means_ngram_of_breadth_one_too() -> None:
+    server = replace(CHAIN, algorithm="NGRAM", num_draft_tokens=12)
+    assert ask(server=server, tree=False).reason.startswith("SGLANG_SPECVERIFY_TREE=0")
+    assert ask(server=server, chain=False).kernel == "prefix_tile"
+    assert ask(server=replace(CHAIN, base="triton"), tree=False).kernel == "fused"
 
 
 def test_without_a_gpu() -> None:

@@ -66,14 +66,14 @@ class Routes:
         plugin, because no layer was known to need one in this mode, is stock's.
         """
         given = frozenset(name for name, value in arguments.items() if value is not None)
-        facts, decision = self._lookup(layer, mode, given)
-        if (batched := decision.at(requests)) is not decision:
-            decision = batched
-            self._log(facts, mode, decision)
+        facts, first = self._lookup(layer, mode, given)
+        batched = decision = first.at(requests)
         if decision.served and not planned:
             decision = replace(decision, kernel=STOCK, reason="the pass was planned for SGLang's own kernel")
         # A count in a compiled graph would be a guard that fails at every call.
         if not torch.compiler.is_compiling():
+            if batched is not first:
+                self._log(facts, mode, batched)
             self._calls[mode, facts.kind.value, decision.kernel, decision.reason] += 1
         return decision
 

@@ -105,11 +105,7 @@ class Case:
 
     def configured(self) -> tuple[LaunchConfig, int, str]:
         """The launch configuration, the spilled bytes that it accepts, and where both stand."""
-        facts = self.facts()
-        found = find(self.arch, self.kernel, facts)
-        if isinstance(found, str):
-            return rule(self.arch, self.kernel, facts), 0, "rule"
-        return found[1].launch, found[1].spill_bytes, f"{self.kernel} entry {found[0]}"
+        return configured(self.arch, self.kernel, self.facts())
 
     def launch(self, config: LaunchConfig) -> Launch:
         """The launch with tensors on the "meta" device."""
@@ -165,6 +161,14 @@ class Case:
             positions=meta(self.batch * queries, dtype=torch.int64) if window >= 0 else None,
         )
         return verify, check_verify(verify)
+
+
+def configured(arch: str, kernel: str, facts: TableFacts) -> tuple[LaunchConfig, int, str]:
+    """The launch configuration of a call, the spilled bytes that it accepts, and where both stand."""
+    found = find(arch, kernel, facts)
+    if isinstance(found, str):
+        return rule(arch, kernel, facts), 0, "rule"
+    return found[1].launch, found[1].spill_bytes, f"{kernel} entry {found[0]}"
 
 
 def cache_type(cache: str, arch: str) -> torch.dtype:

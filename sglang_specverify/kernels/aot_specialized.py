@@ -9,12 +9,11 @@ from typing import Literal
 
 import torch
 
-from sglang_specverify.kernels.aot_cases import Case, meta
+from sglang_specverify.kernels.aot_cases import Case, configured, meta
 from sglang_specverify.kernels.arguments import VerifyArguments
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
 from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
-from sglang_specverify.kernels.tables import find, rule
 
 _MULTIPROCESSORS = 132
 
@@ -36,11 +35,7 @@ class SpecializedCase:
 
     def configured(self) -> tuple[LaunchConfig, int, str]:
         """The launch configuration, the spilled bytes that it accepts, and where both stand."""
-        facts = self.call.facts()
-        found = find(self.arch, "specialized", facts)
-        if isinstance(found, str):
-            return rule(self.arch, "specialized", facts), 0, "rule"
-        return found[1].launch, found[1].spill_bytes, f"specialized entry {found[0]}"
+        return configured(self.arch, "specialized", self.call.facts())
 
     def launch(self, config: LaunchConfig) -> Launch:
         """The launch with tensors on the "meta" device."""

@@ -148,7 +148,10 @@ def fused_launch(
             "scale": scale,
             "softcap": problem.softcap * LOG2_E,
             "out_scale": v_factor,
-            **_strides(a, out, lse, slots),
+            **strides_of(a, out, lse),
+            "draft_row": 0 if slots is None else slots.stride(0),
+            "draft_branch": 0 if slots is None else slots.stride(1),
+            "draft_step": 1 if slots is None else slots.stride(2),
             "counters_at": 0 if split is None else split.plan.counters_at,
         },
         constants={
@@ -182,7 +185,8 @@ def fused_launch(
     )
 
 
-def _strides(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None, slots: torch.Tensor | None) -> dict[str, int]:
+def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:
+    """Strides of what an attention kernel reads and writes, by its arguments' names."""
     return {
         "q_row": a.q.stride(0),
         "q_head": a.q.stride(1),
@@ -191,9 +195,6 @@ def _strides(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None, sl
         "v_slot": a.v_cache.stride(0),
         "v_head": a.v_cache.stride(1),
         "table_stride": a.table.stride(0),
-        "draft_row": 0 if slots is None else slots.stride(0),
-        "draft_branch": 0 if slots is None else slots.stride(1),
-        "draft_step": 1 if slots is None else slots.stride(2),
         "out_row": out.stride(0),
         "out_head": out.stride(1),
         "lse_row": 0 if lse is None else lse.stride(0),

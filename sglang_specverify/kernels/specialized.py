@@ -7,7 +7,7 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import LOG2_E, packed_rows, tree_of
+from sglang_specverify.kernels.fused import LOG2_E, packed_rows, strides_of, tree_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.plan import Plan
 
@@ -112,17 +112,7 @@ def specialized_launch(
             "tree_words": 1 if tree is None else tree.words,
             "scale": problem.sm_scale * float(a.k_scale) * LOG2_E,
             "out_scale": float(a.v_scale),
-            "q_row": a.q.stride(0),
-            "q_head": a.q.stride(1),
-            "k_slot": a.k_cache.stride(0),
-            "k_head": a.k_cache.stride(1),
-            "v_slot": a.v_cache.stride(0),
-            "v_head": a.v_cache.stride(1),
-            "table_stride": a.table.stride(0),
-            "out_row": out.stride(0),
-            "out_head": out.stride(1),
-            "lse_row": 0 if lse is None else lse.stride(0),
-            "lse_head": 0 if lse is None else lse.stride(1),
+            **strides_of(a, out, lse),
         },
         constants={
             "TREE": tree is not None,

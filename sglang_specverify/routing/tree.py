@@ -2,9 +2,9 @@
 
 A captured graph is one program for every length that it will be replayed with, and no length is known on the host when it is
 captured. So the choice looks at what the server knows for good, and must be no slower than SGLang's own at any length. By
-`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is ahead up to
-prefixes of some 2000 tokens and not behind SGLang's up to 8192, where it is level for a single request; the prefix pass is ahead
-beyond. Without that kernel the two are level at some 400 tokens.
+`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is ahead at
+prefixes of 2048 tokens and behind at 16384, and not behind SGLang's at 8192, where it is level for a single request. Without that
+kernel it is ahead at 384 and behind at 2048.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ SHORT_CONTEXT, SPECIALIZED_CONTEXT = 1024, 8192
 #: Up to this context a batch whose tiles fill the device is no slower at any length in the kernel with specialised warps than
 #: SGLang's own, and twice as fast as the prefix pass and the tile where prefixes are short.
 BATCHED_CONTEXT = 40960
-#: Query rows of one of its tiles.
-_TILE_ROWS = 128
-
 #: Up to so many query rows of a KV head the prefix is a matter of bandwidth, which both reach, and one launch is fewer.
 FEW_ROWS = 32
 
 #: What the kernel with specialised warps takes; `kernels/specialized.py` and `kernels/variants.py`, which a light import must not
 #: reach, say the same, and the tests compare.
-SPECIALIZED_ARCH, SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS = "sm_90", (64, 128), 64
+SPECIALIZED_ARCH, SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS, SPECIALIZED_TILE = "sm_90", (64, 128), 64, 128
 
 #: What the gathered suffix was made for: it holds a row's whole suffix in registers.
 MAX_GATHERED, MAX_GATHERED_DIM = 64, 128
@@ -71,7 +68,7 @@ def alone_from(facts: TreeFacts, kv_heads: int, multiprocessors: int) -> int | N
     """
     if not facts.specialized or facts.deterministic or multiprocessors < 1 or not 0 < facts.context <= BATCHED_CONTEXT:
         return None
-    tiles = -(-facts.width * facts.group // _TILE_ROWS)
+    tiles = -(-facts.width * facts.group // SPECIALIZED_TILE)
     return multiprocessors // (2 * tiles * kv_heads) + 1
 
 

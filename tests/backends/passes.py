@@ -52,6 +52,15 @@ def check(engine: Engine, backend: Any, batch: Batch, *, prepared: bool = False,
         compare(engine, layer, batch, inputs(engine, batch.forward, **how), backend, probe=how.get("probe", False))
 
 
+def padded(engine: Engine, backend: Any, rows: int) -> torch.Tensor:
+    """A verify with so many rows of NaN past the real ones, compared on its first layer: that layer's output, padding and all."""
+    batch = verify_batch(engine, backend)
+    backend.init_forward_metadata(batch.forward)
+    x = inputs(engine, batch.forward, pad=rows)
+    batch.forward.out_cache_loc = torch.cat([batch.forward.out_cache_loc, torch.zeros(rows, dtype=torch.int64)])
+    return compare(engine, engine.layers[0], batch, x, backend, probe=False)
+
+
 def compare(engine: Engine, layer: Any, batch: Batch, x: Inputs, backend: Any, *, probe: bool) -> torch.Tensor:
     out = run(backend, layer, batch.forward, x)
     if probe:

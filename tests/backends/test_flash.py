@@ -15,7 +15,7 @@ from tests.backends import batches, flash_stand_in
 from tests.backends.compare import kernels
 from tests.backends.engine import Engine, Setup
 from tests.backends.graphs import Graph, buffers_for
-from tests.backends.passes import add, assert_ran, check, check_draft, verify_batch
+from tests.backends.passes import add, assert_ran, check, check_draft, padded, verify_batch
 from tests.backends.test_graphs import hand_over
 
 Make = Callable[[Setup], Engine]
@@ -279,14 +279,6 @@ def test_the_plan_stream_has_nothing_to_redo(engine: Make) -> None:
 
 def test_padded_rows_of_a_tile(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_SPECVERIFY_TREE_KERNEL", "tile")
-    from tests.backends.compare import inputs
-    from tests.backends.passes import compare
-
     one = engine(TREE)
     add(one, LENGTHS)
-    backend = target(one)
-    batch = verify_batch(one, backend)
-    backend.init_forward_metadata(batch.forward)
-    x = inputs(one, batch.forward, pad=4)
-    batch.forward.out_cache_loc = torch.cat([batch.forward.out_cache_loc, torch.zeros(4, dtype=torch.int64)])
-    assert len(compare(one, one.layers[0], batch, x, backend, probe=False)) == 3 * 8 + 4
+    assert len(padded(one, target(one), 4)) == 3 * 8 + 4

@@ -219,8 +219,8 @@ def test_what_the_specialised_kernel_takes_is_said_twice_alike() -> None:
     from sglang_specverify.kernels import specialized, variants
     from sglang_specverify.routing import tree
 
-    said = tree.SPECIALIZED_ARCH, tree.SPECIALIZED_HEAD_DIMS, tree.SPECIALIZED_ROWS
-    assert said == (specialized.ARCH, specialized.HEAD_DIMS, variants.FEW_ROWS)
+    said = tree.SPECIALIZED_ARCH, tree.SPECIALIZED_HEAD_DIMS, tree.SPECIALIZED_ROWS, tree.SPECIALIZED_TILE
+    assert said == (specialized.ARCH, specialized.HEAD_DIMS, variants.FEW_ROWS, specialized.BLOCK_M)
 
 
 def test_the_gathered_suffix() -> None:

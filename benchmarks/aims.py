@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from benchmarks.measure import AGAIN
 from benchmarks.points import CACHE_BYTES, Point, aimed_at
+from sglang_specverify.kernels.variants import VARIANTS
 
 State = Literal["warm", "cold"]
 #: Which of this project's variants a check looks at: the one selected, or the fastest.
@@ -59,7 +60,7 @@ class Row:
 
     def own_kernel(self) -> float | None:
         """The fused kernel, whatever would be selected beside FlashAttention."""
-        name = self._fastest(iter(("fused", "fused_split", "specialized")))
+        name = self._fastest(iter(VARIANTS))
         return None if name is None else self.us(name)
 
     def ratio(self, over: float | None, under: float | None) -> float | None:

@@ -11,6 +11,7 @@ import torch
 from benchmarks.inputs import Inputs
 from benchmarks.points import DRAFT_STEP, TREE_DEPTH
 from sglang_specverify import kernels
+from sglang_specverify.kernels.variants import DIVIDING
 
 #: Runs one layer and returns its output [T, Hq, D]; what a step shares between layers was prepared before.
 Call = Callable[[int], torch.Tensor]
@@ -64,8 +65,8 @@ def variant(name: str) -> Callable[[Inputs], Call]:
 
     def build(inputs: Inputs) -> Call:
         out = torch.empty_like(inputs.q)
-        options: dict[str, Any] = {"variant": name, "out": out, "plan": make_plan(inputs, divide=name == "fused_split")}
-        if name == "fused_split":
+        options: dict[str, Any] = {"variant": name, "out": out, "plan": make_plan(inputs, name)}
+        if name in DIVIDING:
             plan = options["plan"]
             size = max(16, plan.shape.workspace_bytes(plan.batch))
             options["workspace"] = torch.empty(size, dtype=torch.uint8, device=out.device)
@@ -100,14 +101,15 @@ def selected(inputs: Inputs) -> tuple[str, str]:
     return choice.name, choice.reason
 
 
-def make_plan(inputs: Inputs, *, divide: bool) -> Any:
-    """The step's metadata for the point's calls: packed masks, and how prefixes are divided, if they are."""
+def make_plan(inputs: Inputs, name: str) -> Any:
+    """The step's metadata for the point's calls by a variant: packed masks, and how prefixes are divided, if they are."""
     point = inputs.point
     masked = {"mask": inputs.mask} if point.kind == "tree" else {}
     return kernels.plan_verify_attention(
         inputs.prefix_lens, inputs.row_ids, num_draft_tokens=point.width, q_heads=point.q_heads, kv_heads=point.kv_heads,
         head_dim=point.head_dim, dtype=inputs.q.dtype, cache_dtype=inputs.k.dtype, page_size=point.page_size,
-        window=point.window, branches=point.kind == "draft", divide=divide, **masked,
+        window=point.window, branches=point.kind == "draft", divide=name in DIVIDING,
+        kernel="specialized" if name == "specialized_split" else "fused", **masked,
     )  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def tree_tile(inputs: Inputs) -> Call:
     prefix = prefix_pass(inputs)
     options = verify_options(inputs)
     if inputs.point.kind == "tree":
-        options["plan"] = make_plan(inputs, divide=False)
+        options["plan"] = make_plan(inputs, "fused")
     shared = (inputs.table, inputs.row_ids, inputs.prefix_lens)
 
     def call(layer: int) -> torch.Tensor:
@@ -166,6 +168,7 @@ OURS = (
     Arm("fused", "ours", variant("fused"), ("tree", "chain", "draft")),
     Arm("fused_split", "ours", variant("fused_split"), ("tree", "chain", "draft")),
     Arm("specialized", "ours", variant("specialized")),
+    Arm("specialized_split", "ours", variant("specialized_split")),
     Arm("fa3+tree_suffix", "ours", tree_tile, fp8_products=True),
     Arm("fa3+gather_suffix", "ours", gather, fp8_products=True),
 )

@@ -129,7 +129,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixed lengths": {"mixed": True},
 }
 
-Selection = Literal["headline", "grid", "families", "chain", "draft"]
+Selection = Literal["headline", "few", "grid", "families", "chain", "draft"]
 
 
 def headline() -> Iterator[Point]:
@@ -144,6 +144,11 @@ def grid() -> Iterator[Point]:
     """Every tree, those of the targets first and then by what they cost."""
     points = [Point("tree", batch, width, length) for batch in BATCHES for length in LENGTHS for width in WIDTHS]
     yield from sorted(points, key=lambda p: (not aimed_at(p), _cost(p)))
+
+
+def few() -> Iterator[Point]:
+    """Wide trees of few requests, whose prefixes are divided: those of the targets first and then by what they cost."""
+    yield from (point for point in grid() if point.batch in (1, 4) and point.width in (32, 64, 128) and point.length <= 32768)
 
 
 def families() -> Iterator[Point]:
@@ -171,6 +176,7 @@ def drafts() -> Iterator[Point]:
 SELECTIONS: dict[Selection, Callable[[], Iterator[Point]]] = {
     "headline": headline,
     "grid": grid,
+    "few": few,
     "families": families,
     "chain": chains,
     "draft": drafts,

@@ -36,6 +36,7 @@ class State(StrEnum):
 
 class Selection(StrEnum):
     HEADLINE = "headline"
+    FEW = "few"
     GRID = "grid"
     FAMILIES = "families"
     CHAIN = "chain"
@@ -50,6 +51,7 @@ def main(
     ] = None,
     minutes: Annotated[float, typer.Option(help="Start no point after this many minutes.")] = 9.0,
     resume: Annotated[Path | None, typer.Option(help="Keep the points of this result file and measure the others.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure the selected points of the resumed file anew.")] = False,
     quick: Annotated[bool, typer.Option(help="Every fifth point of each selection.")] = False,
     skip: Annotated[list[str] | None, typer.Option(help="An arm to leave out; repeatable.")] = None,
     state: Annotated[list[State] | None, typer.Option(help="Whether K and V are in the L2 cache; both if left out.")] = None,
@@ -72,6 +74,9 @@ def main(
         results["ceilings"] = ceilings.as_dict()
         typer.echo(f"ceilings: {results['ceilings']}")
     chosen = list(points.tiny())[:: 5 if quick else 1] if dry_run else select(only or list(Selection), quick)
+    if again:
+        renewed = {point.name for point in chosen}
+        results["points"] = [row for row in results["points"] if row["name"] not in renewed]
 
     def one(point: Point) -> dict[str, Any]:
         begin = time.monotonic()

@@ -135,7 +135,7 @@ def _options(step: Step, layer: RadixAttention, pool: Any, sinks: torch.Tensor |
         "page_size": step.page_size,
         "window": -1 if window is None else window,
         "softcap": float(layer.logit_cap or 0.0),
-        "sinks": None if sinks is None else sinks.float(),
+        "sinks": sinks,
         "k_scale": layer.k_scale_float if scaled else 1.0,
         "v_scale": layer.v_scale_float if scaled else 1.0,
         "sm_scale": layer.scaling,

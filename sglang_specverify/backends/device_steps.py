@@ -200,7 +200,9 @@ class DeviceSteps:
         step, plans, size = bound.step, bound.step.plans, 0
         assert plans is not None and step.num_draft_tokens is not None
         windowed = step.window is not None
-        for number, (dims, window, members) in enumerate(groups(bound.served)):
+        for number, members in enumerate(groups(bound.served)):
+            first = members[0]
+            dims = first.dims
             layers: dict[str, Any] = {
                 "num_draft_tokens": step.num_draft_tokens,
                 "q_heads": dims.q_heads,
@@ -210,13 +212,14 @@ class DeviceSteps:
                 "dtype": self.dtype,
                 "cache_dtype": self.cache_dtype,
                 "page_size": step.page_size,
-                "window": window,
+                "window": first.window if first.divides else -1,
                 "branches": step.mode is Mode.DRAFT_DECODE,
                 "q_offsets": step.q_offsets,
                 "num_rows": None if step.q_offsets is None else step.rows * step.num_draft_tokens,
                 "mask": step.mask,
                 "deterministic": self.server.deterministic,
-                "divide": None if any(one.divides for one in members) else False,
+                "divide": None if first.divides else False,
+                "kernel": first.kernel if first.divides else "fused",
                 "out": plans.buffers[number] if number < len(plans.buffers) else None,
             }
             if number == 0:

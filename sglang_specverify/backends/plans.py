@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 #: A window up to so many keys is not worth dividing over programs.
 SHORT_WINDOW = 512
 
+#: Kernels that read the prefix themselves, and may have it divided over programs.
+WHOLE = ("fused", "specialized")
+
 #: Kernels that merge the drafts into the result of FlashAttention's pass over the prefix.
 AFTER_PREFIX_PASS = ("prefix_tile", "prefix_gather")
 
@@ -49,7 +52,7 @@ class Served:
     @property
     def divides(self) -> bool:
         """Whether these layers read a prefix that may be divided over programs."""
-        return self.kernel == "fused" and self.window != 0
+        return self.kernel in WHOLE and self.window != 0
 
 
 class Scratch:
@@ -91,18 +94,25 @@ class Plans:
     def options(self, served: Served) -> dict[str, Any]:
         """The arguments by which a kernel call of such a layer takes its part; which variant runs follows from the plan."""
         plan = self.by_layer.get(served)
-        workspace = self.workspace if plan is not None and plan.divides else None
-        return {"deterministic": self.deterministic, "variant": "auto", "plan": plan, "workspace": workspace}
+        divides = plan is not None and plan.divides
+        # By name, so that what was decided and said is what runs, or an error.
+        variant = "specialized_split" if divides else "specialized"
+        return {
+            "deterministic": self.deterministic,
+            "variant": variant if served.kernel == "specialized" else "auto",
+            "plan": plan,
+            "workspace": self.workspace if divides else None,
+        }
 
 
-def groups(layers: Iterable[Served]) -> list[tuple[Dims, int, list[Served]]]:
-    """Layers by what one plan serves: (dims, window, layers), with the layers that divide nothing beside those that do."""
-    found: dict[tuple[Dims, int], list[Served]] = {}
-    layers = sorted(layers, key=lambda one: (not one.divides, one.window))
+def groups(layers: Iterable[Served]) -> list[list[Served]]:
+    """Layers by what one plan serves, with the layers that divide nothing beside those that do, which come first."""
+    found: dict[tuple[Dims, int, str], list[Served]] = {}
+    layers = sorted(layers, key=lambda one: (not one.divides, one.window, one.kernel))
     for one in layers:
-        home = (one.dims, one.window)
+        home = (one.dims, one.window, one.kernel)
         if not one.divides:
             # Any plan of these dims holds what they read of it: the packed masks.
-            home = next((key for key in found if key[0] == one.dims), (one.dims, -1))
+            home = next((key for key in found if key[0] == one.dims), (one.dims, -1, "fused"))
         found.setdefault(home, []).append(one)
-    return [(dims, window, members) for (dims, window), members in found.items()]
+    return list(found.values())

@@ -98,8 +98,7 @@ class RoutedBackend(AttentionBackend):
 
     def _read_step(self, forward_batch: ForwardBatch, mode: Mode) -> Step:
         if self.routes.on_device:
-            served = self.routes.served(mode, len(forward_batch.req_pool_indices))
-            return self._device.eager(forward_batch, mode, served, self._mask(forward_batch, mode, None))
+            return self._device.eager(forward_batch, mode, self.routes.served(mode), self._mask(forward_batch, mode, None))
         if mode is Mode.TARGET_VERIFY:
             layout = mask_layout(forward_batch, self.verify_mask)
             return verify_step(self.pools, forward_batch, topk=self.routes.server.topk, mask_layout=layout)
@@ -166,8 +165,7 @@ class RoutedBackend(AttentionBackend):
             if leaves and mask is not None and self._tree_mask is not None:
                 # What is published is no mask that SGLang's own kernels read.
                 unplanned()
-            served = self.routes.served(mode, len(forward_batch.req_pool_indices))
-            self._bound[key] = self._device.bind(forward_batch, mode, served, mask, stock_too=leaves)
+            self._bound[key] = self._device.bind(forward_batch, mode, self.routes.served(mode), mask, stock_too=leaves)
         bound = self._bound.get(key)
         if bound is None or bound.stock_too:
             stock(forward_batch, in_capture=in_capture)
@@ -214,8 +212,7 @@ class RoutedBackend(AttentionBackend):
         mode = mode_of(forward_batch, is_draft_step=self.part == "draft decode")
         if mode is None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        requests = 0 if self.step is None else self.step.rows
-        decision = self.routes.route(layer, mode, kwargs, requests=requests, planned=self.step is not None)
+        decision = self.routes.route(layer, mode, kwargs, planned=self.step is not None)
         if not decision.served or self.step is None:
             if self._prepare_stock is not None:
                 # The step was read for our kernel, and this call is the first that is not its own.

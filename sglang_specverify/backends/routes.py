@@ -57,23 +57,18 @@ class Routes:
             for mode in modes:
                 self._lookup(layer, mode, frozenset())
 
-    def route(
-        self, layer: RadixAttention, mode: Mode, arguments: dict[str, Any], *, requests: int = 0, planned: bool = True
-    ) -> Decision:
-        """Decide one call of a pass of so many `requests` and count it (under a CUDA graph: the capture, not its replays).
+    def route(self, layer: RadixAttention, mode: Mode, arguments: dict[str, Any], *, planned: bool = True) -> Decision:
+        """Decide one call of a pass and count it (under a CUDA graph: the capture, not its replays).
 
         `arguments` are the call's keyword arguments beyond Q, K and V. A pass that was not `planned` for a kernel of the
         plugin, because no layer was known to need one in this mode, is stock's.
         """
         given = frozenset(name for name, value in arguments.items() if value is not None)
-        facts, first = self._lookup(layer, mode, given)
-        batched = decision = first.at(requests)
+        facts, decision = self._lookup(layer, mode, given)
         if decision.served and not planned:
             decision = replace(decision, kernel=STOCK, reason="the pass was planned for SGLang's own kernel")
         # A count in a compiled graph would be a guard that fails at every call.
         if not torch.compiler.is_compiling():
-            if batched is not first:
-                self._log(facts, mode, batched)
             self._calls[mode, facts.kind.value, decision.kernel, decision.reason] += 1
         return decision
 
@@ -86,10 +81,10 @@ class Routes:
         """Whether Triton kernels serve what the plugin serves, from metadata on the device; else the reference does."""
         return self.hardware.has_gpu or self.flags.kernels == "triton"
 
-    def served(self, mode: Mode, requests: int = 0) -> tuple[Served, ...]:
+    def served(self, mode: Mode) -> tuple[Served, ...]:
         """The layers seen so far that a kernel of the plugin serves in a pass of this mode, by what they share of a step."""
         found = [
-            Served.of(facts.q_heads, facts.kv_heads, facts.head_dim, facts.v_head_dim, facts.window, decision.at(requests).kernel)
+            Served.of(facts.q_heads, facts.kv_heads, facts.head_dim, facts.v_head_dim, facts.window, decision.kernel)
             for (facts, m, _), decision in self._decisions.items()
             if m is mode and decision.served
         ]

@@ -11,6 +11,7 @@ import torch
 
 from sglang_specverify.kernels.aot_cases import Case, configured, meta
 from sglang_specverify.kernels.arguments import VerifyArguments
+from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
 from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
@@ -20,14 +21,16 @@ _MULTIPROCESSORS = 132
 
 @dataclass(frozen=True)
 class SpecializedCase:
-    """One call: that of a case of the fused kernel, with sinks or without."""
+    """One call: that of a case of the fused kernel, with sinks or without, its prefix divided or not."""
 
     call: Case
     sinks: bool = False
+    divide: bool = False
 
     @property
     def name(self) -> str:
-        return self.call.name.replace(" fused ", " specialized ") + " sinks" * self.sinks
+        own = " specialized_split " if self.divide else " specialized "
+        return self.call.name.replace(" fused ", own) + " sinks" * self.sinks
 
     @property
     def arch(self) -> str:
@@ -35,7 +38,7 @@ class SpecializedCase:
 
     def configured(self) -> tuple[LaunchConfig, int, str]:
         """The launch configuration, the spilled bytes that it accepts, and where both stand."""
-        return configured(self.arch, "specialized", self.call.facts())
+        return configured(self.arch, "specialized", replace(self.call.facts(), split=self.divide))
 
     def launch(self, config: LaunchConfig) -> Launch:
         """The launch with tensors on the "meta" device."""
@@ -46,8 +49,9 @@ class SpecializedCase:
         assert refusal(a, problem, self.arch) is None
         out = meta(problem.rows, problem.q_heads, problem.v_head_dim, dtype=a.q.dtype)
         lse = meta(problem.rows, problem.q_heads, dtype=torch.float32) if a.return_lse else None
-        plan, _ = own_plan(a, problem, config, divide=False)
-        return specialized_launch(a, problem, out, lse, config, programs=_MULTIPROCESSORS, plan=plan)
+        plan, _ = own_plan(a, problem, config, divide=self.divide, programs=_MULTIPROCESSORS, kernel="specialized")
+        split = split_of(plan, None, problem.device) if self.divide and plan is not None else None
+        return specialized_launch(a, problem, out, lse, config, programs=_MULTIPROCESSORS, plan=plan, split=split)
 
 
 def specialized(arch: str, *, short: bool = False) -> Iterator[SpecializedCase]:
@@ -55,9 +59,14 @@ def specialized(arch: str, *, short: bool = False) -> Iterator[SpecializedCase]:
     if arch != ARCH:
         return
     kinds: tuple[Literal["chain", "qlen_only", "full_mask"], ...] = ("chain", "qlen_only", "full_mask")
-    features, groups = ("plain", "page_64", "large_pool"), (4, 8, 1, 5)
-    everything = product(kinds, (64, 128), ("bf16", "fp16"), features)
-    for turn, (kind, dim, cache, feature) in enumerate(everything):
-        if not short or turn % 5 == 0:
-            case = Case(arch, "fused", kind, (dim, dim), cache, 256, groups[turn % len(groups)], feature)
-            yield SpecializedCase(case, sinks=turn % 2 == 1)
+    dims, caches, features, groups = (64, 128), ("bf16", "fp16"), ("plain", "page_64", "large_pool"), (4, 8, 1, 5)
+    if short:
+        for k in range(9):
+            case = Case(
+                arch, "fused", kinds[k % 3], (dims[k % 2], dims[k % 2]), caches[k // 3 % 2], 256, groups[k % 4], features[k // 3]
+            )
+            yield SpecializedCase(case, sinks=k % 5 in (1, 2, 3), divide=k % 4 in (1, 2))
+        return
+    for turn, (kind, dim, cache, feature) in enumerate(product(kinds, dims, caches, features)):
+        case = Case(arch, "fused", kind, (dim, dim), cache, 256, groups[turn % len(groups)], feature)
+        yield from (SpecializedCase(case, sinks=turn % 2 == 1, divide=divide) for divide in (False, True))

@@ -166,7 +166,7 @@ def _check_common(a: CommonArguments, kind: Kind, queries: int | None, *, ragged
         checks.tensor("slot_map", a.slot_map, ("n",), checks.INTS, q.device, unit_last=True)
     checks.integer("window", a.window, -1)
     if a.sinks is not None:
-        checks.tensor("sinks", a.sinks, (q_heads,), (torch.float32,), q.device, unit_last=True)
+        checks.tensor("sinks", a.sinks, (q_heads,), checks.SINKS, q.device, unit_last=True)
     checks.scale("k_scale", a.k_scale, kv_heads, q.device)
     checks.scale("v_scale", a.v_scale, kv_heads, q.device)
     checks.flag("deterministic", a.deterministic)

@@ -15,6 +15,7 @@ from sglang_specverify.errors import ArgumentError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+SINKS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 MASKS = (torch.bool, torch.uint8)
 

@@ -418,7 +418,7 @@ def verify_attention_kernel(
     if HAS_LSE:
         tl.store(lse_at, tl.where(empty, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453), mask=is_row)
     if HAS_SINKS:
-        sink = tl.load(sinks + q_heads, mask=is_row, other=float("-inf")) * LOG2_E
+        sink = tl.load(sinks + q_heads, mask=is_row, other=float("-inf")).to(tl.float32) * LOG2_E
         # Relative to the larger of the two, so that neither exponential overflows.
         m_new = tl.maximum(m, sink)
         base_2 = tl.where(m_new == float("-inf"), 0.0, m_new)

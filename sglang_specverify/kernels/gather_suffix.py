@@ -87,7 +87,7 @@ def gather_suffix_merge(
         k_scale, v_scale: factors of K and V as stored in the suffix's slots: a number, one element or [Hkv].
         sm_scale: factor of q . k; D**-0.5 where None.
         softcap: as in `verify_attention`; 0 for none.
-        sinks: FP32 [Hq], score units: counted here, once, in the denominator of the output.
+        sinks: FP32, BF16 or FP16 [Hq], score units: counted here, once, in the denominator of the output.
 
     Returns:
         (prefix_out, prefix_lse). A row without any key: 0 and -inf.
@@ -212,7 +212,7 @@ def _check(a: SuffixArguments) -> None:
     if a.sm_scale is not None:
         checks.number("sm_scale", a.sm_scale)
     if a.sinks is not None:
-        checks.tensor("sinks", a.sinks, (q_heads,), (torch.float32,), device)
+        checks.tensor("sinks", a.sinks, (q_heads,), checks.SINKS, device)
     if checks.on_cpu(a.q):
         if (r := checks.first_row(a.suffix_lens > depth)) is not None:
             raise ArgumentError(

@@ -82,7 +82,7 @@ def gather_suffix_merge_kernel(
     denominator = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), base + tl.log(denominator))
     if HAS_SINKS:
-        sink = tl.load(sinks + q_heads * sinks_stride, mask=is_head, other=float("-inf"))
+        sink = tl.load(sinks + q_heads * sinks_stride, mask=is_head, other=float("-inf")).to(tl.float32)
         denominator += tl.exp2((sink - base) * LOG2_E)
     out_at = prefix_out + row * out_row + (q_heads * out_head)[:, None] + dv[None, :]
     is_out = is_head[:, None] & (dv < DV)[None, :]

@@ -6,7 +6,8 @@ KV head, parts are at least (sum of L) / N long, so that there are at most N + b
 a request with more than one: that bounds the buffers without knowing a length. In deterministic mode the number of parts
 depends on the request's own length only. And it packs the tree masks into bits.
 
-    buffer (int32):  items [capacity, 8] | counters [bs, Hkv, row tiles] | bits [rows, words] | seen [bs, 64 words]
+    buffer (int32):  items [capacity, 8] | counters [bs, Hkv, row tiles] | number of items | bits [rows, words]
+                     | seen [bs, 64 words]
 
 Bits are int64 and begin at the prefix's last multiple of 64: bit b of word w is the key at index L // 64 * 64 + 64 w + b, so that
 tiles of keys need no shift. `seen` is one byte a key: whether some row of the request sees it.
@@ -31,8 +32,8 @@ ITEM_WORDS = 8
 #: Boundaries of parts are multiples of this, and so of every block of keys.
 ALIGN = 128
 
-#: A shorter part costs more in combining than it saves.
-MIN_CHUNK = 256
+#: A shorter part costs more in combining than it saves, by the kernel that reads it.
+MIN_CHUNKS = {"fused": 256, "specialized": 384}
 
 #: In deterministic mode a prefix up to this long is one part.
 DETERMINISTIC_CHUNK = 1024
@@ -83,8 +84,10 @@ class Shape:
         return batch * self.max_splits if self.deterministic else batch + math.ceil(self.slots)
 
     def partials(self, batch: int) -> int:
-        """Parts of divided prefixes that a batch may have, for each pair of row tile and KV head."""
-        return batch * self.max_splits if self.deterministic else 2 * math.ceil(self.slots)
+        """Parts of divided prefixes that a batch may have, for each pair of row tile and KV head. A whole one is no part."""
+        if not self.deterministic:
+            return 2 * math.ceil(self.slots)
+        return batch * self.max_splits if self.max_splits > 1 else 0
 
     def counters(self, batch: int) -> int:
         return batch * self.kv_heads * self.row_tiles
@@ -128,6 +131,7 @@ class Plan:
         call: what else a call must have in common with it: kind, ragged, head dim, page size, dtypes of Q and of the cache.
             Empty for a plan that its own call makes.
         undivided_config: launch configuration of a kernel that does without the division; the shape's where None.
+        kernel: "fused" or "specialized": whose row tiles the division counts.
     """
 
     buffer: torch.Tensor
@@ -138,6 +142,7 @@ class Plan:
     tree: Tree | None
     call: tuple[object, ...] = ()
     undivided_config: LaunchConfig | None = None
+    kernel: str = "fused"
 
     def undivided(self) -> Plan:
         """The same packed masks in the same memory, without the division: for layers of another window than the plan's.
@@ -158,8 +163,13 @@ class Plan:
         return self.capacity * ITEM_WORDS
 
     @property
+    def items_at(self) -> int:
+        """Where the number of items stands."""
+        return self.counters_at + (self.shape.counters(self.batch) if self.divides else 0)
+
+    @property
     def bits_at(self) -> int:
-        end = self.counters_at + (self.shape.counters(self.batch) if self.divides else 0)
+        end = self.items_at + int(self.divides)
         # To 16 bytes, which the kernels' loads of it rely on.
         return -(-end // 4) * 4
 
@@ -263,19 +273,19 @@ def plan_arguments(plan: Plan, masks: Masks | None) -> dict[str, Any]:
 
 
 def plan_constants(plan: Plan, masks: Masks | None) -> dict[str, Any]:
-    """The constants of those programs."""
-    shape = plan.shape
+    """The constants of those programs; of what one does not do they hold nothing that varies, so that fewer are compiled."""
+    divides, deterministic = plan.divides, plan.divides and plan.shape.deterministic
     return {
-        "SPLIT": plan.divides,
+        "SPLIT": divides,
         "TREE": plan.tree is not None,
         "FULL_MASK": masks is not None and masks.full,
         "RAGGED": masks is not None and masks.q_offsets is not None,
-        "HAS_WINDOW": plan.window >= 0,
-        "DETERMINISTIC": shape.deterministic,
-        "MAX_SPLITS": shape.max_splits,
-        "MIN_CHUNK": DETERMINISTIC_CHUNK if shape.deterministic else MIN_CHUNK,
+        "HAS_WINDOW": divides and plan.window >= 0,
+        "DETERMINISTIC": deterministic,
+        "MAX_SPLITS": plan.shape.max_splits if deterministic else 1,
+        "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel],
         "ALIGN": ALIGN,
-        "BLOCK_BATCH": _block_batch(plan.batch),
+        "BLOCK_BATCH": _block_batch(plan.batch) if divides else 16,
         "BLOCK_ITEMS": 64,
         "CANDIDATES": 16,
         "ROW_BLOCKS": _row_blocks(masks),

@@ -13,7 +13,9 @@ def divide(
     HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Write one request's work items, and its counters as 0. See `plan.py` for the layout and the rule.
+    """Write one request's work items and its counters as 0; the last request writes how many items there are.
+
+    See `plan.py` for the layout and the rule.
 
     `row`: of the table, what the calls read for this request.
     """
@@ -75,6 +77,7 @@ def divide(
         for at in tl.range(my_item + my_splits, capacity, BLOCK_ITEMS):
             s = at + tl.arange(0, BLOCK_ITEMS)
             tl.store(plan + s * 8, tl.full([BLOCK_ITEMS], -1, tl.int32), mask=s < capacity)
+        tl.store(plan + counters_at + batch * counters, my_item + my_splits)
     for at in tl.range(0, counters, BLOCK_ITEMS):
         s = at + tl.arange(0, BLOCK_ITEMS)
         tl.store(plan + counters_at + request * counters + s, tl.zeros_like(s), mask=s < counters)

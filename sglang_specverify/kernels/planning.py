@@ -8,7 +8,7 @@ import torch
 
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import detect
-from sglang_specverify.kernels import checks
+from sglang_specverify.kernels import checks, specialized
 from sglang_specverify.kernels.arguments import Problem, check_mask, kind_of
 from sglang_specverify.kernels.fused import call_of, packed_rows, tree_of
 from sglang_specverify.kernels.launch import LaunchConfig, arch_of, uses_triton
@@ -42,6 +42,7 @@ class Layers:
     divide: bool | None
     programs: int | None
     config: LaunchConfig | None
+    kernel: str
     out: torch.Tensor | None
 
 
@@ -68,6 +69,7 @@ def plan_verify_attention(
     divide: bool | None = None,
     programs: int | None = None,
     config: LaunchConfig | None = None,
+    kernel: str = "fused",
     out: torch.Tensor | None = None,
 ) -> Plan:
     """Make a step's metadata on the device, by one launch: the division of the prefixes and the packed tree masks.
@@ -89,6 +91,8 @@ def plan_verify_attention(
         divide: whether prefixes are divided; where None, if they would leave the device half empty.
         programs: programs to fill; the multiprocessors times what one of them holds where None.
         config: how the kernel is launched; from the architecture's table where None.
+        kernel: "fused", or "specialized" for layers that the kernel with specialised warps takes: whose programs are to be
+            filled. Prefixes that are divided for one are read by that one alone.
         out: int32 buffer of at least `Plan.words` entries; a new one where None. Fixed addresses make it fit for graphs.
 
     Returns:
@@ -102,7 +106,7 @@ def plan_verify_attention(
         num_draft_tokens=num_draft_tokens, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, window=window, branches=branches, q_offsets=q_offsets,
         num_rows=num_rows, mask=mask, mask_layout=mask_layout, mask_offsets=mask_offsets, deterministic=deterministic,
-        divide=divide, programs=programs, config=config, out=out,
+        divide=divide, programs=programs, config=config, kernel=kernel, out=out,
     ))  # fmt: skip
     checks.tensor("row_ids", row_ids, (plan.batch,), (torch.int32,), prefix_lens.device, unit_last=True)
     if plan.batch > 0:
@@ -141,20 +145,40 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
         )
     cache_dtype, arch = a.dtype if a.cache_dtype is None else a.cache_dtype, arch_of(device)
     whole = a.config or config_of("fused", arch, problem, cache_dtype, a.dtype, deterministic=a.deterministic)
+    _check_kernel(a, problem, arch)
+    filling = whole
+    if a.kernel == "specialized":
+        filling = a.config or config_of("specialized", specialized.ARCH, problem, cache_dtype, a.dtype, split=True)
     divide = a.divide
     if divide is None:
-        tiles = -(-packed_rows(problem) // whole.block_m) * a.kv_heads * batch
-        divide = a.deterministic or 2 * tiles <= programs_of(device, whole)
-    config = whole
-    if divide and a.config is None:
+        tiles = -(-packed_rows(problem) // filling.block_m) * a.kv_heads * batch
+        divide = a.deterministic or 2 * tiles <= programs_of(device, filling)
+    config = filling if divide else whole
+    if divide and a.config is None and a.kernel == "fused":
         config = config_of("fused", arch, problem, cache_dtype, a.dtype, split=True, deterministic=a.deterministic)
     call = call_of(problem, a.dtype, cache_dtype)
     shape = shape_of(problem, config, deterministic=a.deterministic, programs=a.programs)
-    plan = Plan(prefix_lens, batch, shape, a.window, divide, tree_of(problem), call, whole)
+    plan = Plan(prefix_lens, batch, shape, a.window, divide, tree_of(problem), call, whole, a.kernel)
     masks = None
     if a.mask is not None:
         masks = Masks(a.mask, a.mask_layout == "full_mask", a.mask_offsets, a.q_offsets, a.num_draft_tokens)
     return with_buffer(plan, device, a.out), masks
+
+
+def _check_kernel(a: Layers, problem: Problem, arch: str) -> None:
+    """Raises `ArgumentError` for a kernel that there is not, or that takes no such layers."""
+    if a.kernel == "fused":
+        return
+    if a.kernel != "specialized":
+        raise ArgumentError("kernel", repr(a.kernel), "fused, specialized")
+    # On a CPU its emulator serves, which is no less able.
+    refusal = specialized.refusal_of_layers(
+        problem, a.dtype, a.cache_dtype or a.dtype, specialized.ARCH if arch == "none" else arch
+    )
+    if refusal is None and a.deterministic:
+        refusal = "a deterministic division is the fused kernel's"
+    if refusal is not None:
+        raise ArgumentError("kernel", f"specialized, and {refusal}", "fused for these layers")
 
 
 def verify_attention_workspace_size(
@@ -179,8 +203,8 @@ def verify_attention_workspace_size(
         multiprocessors: of the device; this machine's where None.
 
     The scratch holds the parts of divided prefixes: at most 2 (programs / tiles + 1) for each of `tiles` pairs of row tile and
-    KV head, so 2 (programs + tiles) tiles of FP32 rows; deterministic, at most 512 rows or one tile of them for each KV head
-    and request, and no fewer than W needs.
+    KV head, so 2 (programs + tiles) tiles of FP32 rows; deterministic, at most 512 rows for each KV head and request, and none
+    where these have so many rows that nothing is divided.
     """
     for name, value in (("batch", batch), ("num_draft_tokens", num_draft_tokens), ("q_heads", q_heads),
                         ("kv_heads", kv_heads), ("v_head_dim", v_head_dim)):  # fmt: skip
@@ -192,6 +216,6 @@ def verify_attention_workspace_size(
     rows = num_draft_tokens * (q_heads // kv_heads)
     row_bytes = (padded(v_head_dim) + 1) * 4
     if deterministic:
-        return batch * kv_heads * (max(512, rows) + _MAX_BLOCK_M) * row_bytes
+        return batch * kv_heads * 512 * row_bytes
     programs = MAX_CTAS_PER_SM * multiprocessors
     return 2 * (programs * _MAX_BLOCK_M + (rows + _MAX_BLOCK_M) * kv_heads) * row_bytes

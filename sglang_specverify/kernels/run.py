@@ -14,7 +14,7 @@ from sglang_specverify.kernels.reference import Result, run_draft_decode, run_ve
 from sglang_specverify.kernels.specialized import refusal as specialized_refusal
 from sglang_specverify.kernels.specialized import specialized_launch
 from sglang_specverify.kernels.tables import TableFacts, lookup
-from sglang_specverify.kernels.variants import Choice, VariantFacts, choose_variant
+from sglang_specverify.kernels.variants import DIVIDING, SPECIALIZED, Choice, VariantFacts, choose_variant
 
 #: Programs that Triton's interpreter plans for: few enough to be quick, enough that prefixes are divided.
 _INTERPRETED_PROGRAMS = 8
@@ -94,6 +94,7 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
         fill=programs_of(device, config),
         longest=a.table.shape[1] * problem.page_size if problem.window < 0 else problem.window,
         divided=None if plan is None else plan.divides,
+        divided_for="fused" if plan is None else plan.kernel,
         deterministic=a.deterministic,
     )
     return choose_variant(variant, facts)
@@ -123,35 +124,43 @@ def launches(
     workspace: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launch of a checked call, the last one, and before it that of a plan where one is needed and none came."""
-    divide = variant == "fused_split"
-    config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=divide, deterministic=a.deterministic)
+    divide, kernel = variant in DIVIDING, "specialized" if variant in SPECIALIZED else "fused"
+    types = a.k_cache.dtype, a.q.dtype
+    config = config_of(kernel, arch, problem, *types, split=divide, deterministic=a.deterministic)
     before: list[Launch] = []
     if plan is not None:
         check_plan(plan, a, problem, deterministic=a.deterministic)
-        config = plan.shape.config
+        if divide or kernel == "fused":
+            config = plan.shape.config
     else:
-        plan, before = own_plan(a, problem, config, divide=divide)
-    if variant == "specialized":
-        assert isinstance(a, VerifyArguments)
-        config = config_of("specialized", arch, problem, a.k_cache.dtype, a.q.dtype)
-        programs = detect().multiprocessors
-        return [*before, specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan)]
+        plan, before = own_plan(a, problem, config, divide=divide, kernel=kernel)
     split = None
     if divide:
         assert plan is not None
         split = split_of(plan, workspace, problem.device)
+    if kernel == "specialized":
+        assert isinstance(a, VerifyArguments)
+        programs = detect().multiprocessors
+        return [*before, specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan, split=split)]
     return [*before, fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split)]
 
 
 def own_plan(
-    a: VerifyArguments | DraftArguments, problem: Problem, config: LaunchConfig, *, divide: bool, programs: int | None = None
+    a: VerifyArguments | DraftArguments,
+    problem: Problem,
+    config: LaunchConfig,
+    *,
+    divide: bool,
+    programs: int | None = None,
+    kernel: str = "fused",
 ) -> tuple[Plan | None, list[Launch]]:
     """A plan for one call that came without, and the launch that fills it; None and no launch where the call needs none."""
     tree = tree_of(problem)
     if not divide and tree is None:
         return None, []
     shape = shape_of(problem, config, deterministic=a.deterministic, programs=programs)
-    plan = with_buffer(Plan(a.prefix_lens, problem.batch, shape, problem.window, divide, tree), problem.device, None)
+    plan = Plan(a.prefix_lens, problem.batch, shape, problem.window, divide, tree, kernel=kernel)
+    plan = with_buffer(plan, problem.device, None)
     return plan, [plan_launch(a.prefix_lens, a.row_ids, plan, masks_of(a, problem))]
 
 

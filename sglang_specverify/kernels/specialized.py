@@ -7,7 +7,7 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import LOG2_E, packed_rows, strides_of, tree_of
+from sglang_specverify.kernels.fused import LOG2_E, Split, packed_rows, strides_of, tree_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.plan import Plan
 
@@ -20,25 +20,33 @@ BLOCK_M = 128
 _ALIGNED = 16
 
 
-def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) -> str | None:
-    """Why the kernel does not serve a checked call on `arch` ("none": the interpreter), or None; looks at no tensor's values."""
+def refusal_of_layers(problem: Problem, q_dtype: torch.dtype, cache_dtype: torch.dtype, arch: str) -> str | None:
+    """Why the kernel serves no call of such layers on `arch` ("none": the interpreter), or None: what a plan knows of them."""
     if arch != ARCH:
         return f"it is written for {ARCH}, and this is {'an interpreter' if arch == 'none' else arch}"
-    if isinstance(a, DraftArguments):
+    if problem.kind == "branches":
         return "it knows no branches of a draft decode"
-    if a.q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q is {checks.names((a.q.dtype,))}, and it takes bfloat16 and float16"
-    for name, tensor in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
-        if tensor.dtype != a.q.dtype:
-            return f"{name} is {checks.names((tensor.dtype,))}, and it takes q's type"
+    if q_dtype not in (torch.bfloat16, torch.float16):
+        return f"q is {checks.names((q_dtype,))}, and it takes bfloat16 and float16"
+    if cache_dtype != q_dtype:
+        return f"the cache is {checks.names((cache_dtype,))}, and it takes q's type"
     if problem.head_dim != problem.v_head_dim or problem.head_dim not in HEAD_DIMS:
         return f"head dims {problem.head_dim} and {problem.v_head_dim}, and it takes 64 or 128 for both"
-    if problem.out_dtype != a.q.dtype:
-        return f"out is {checks.names((problem.out_dtype,))}, and it writes q's type"
     if problem.ragged:
         return "the requests have different numbers of rows"
     if problem.window >= 0:
         return "the layer has a window"
+    return None
+
+
+def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) -> str | None:
+    """Why the kernel does not serve a checked call on `arch` ("none": the interpreter), or None; looks at no tensor's values."""
+    for cache in (a.k_cache, a.v_cache):
+        layers = refusal_of_layers(problem, a.q.dtype, cache.dtype, arch)
+        if layers is not None:
+            return layers
+    if problem.out_dtype != a.q.dtype:
+        return f"out is {checks.names((problem.out_dtype,))}, and it writes q's type"
     if problem.softcap > 0.0:
         return "the scores are capped"
     if a.slot_map is not None:
@@ -74,12 +82,14 @@ def specialized_launch(
     *,
     programs: int,
     plan: Plan | None = None,
+    split: Split | None = None,
 ) -> Launch:
     """The launch that serves a checked call that `refusal` lets pass.
 
     Args:
         programs: multiprocessors of the device; each keeps one program.
         plan: the step's packed masks, for a tree.
+        split: divide the prefix as its plan says, which was made for this kernel.
 
     Raises:
         ArgumentError: a configuration that the kernel is not written for; with one place in a ring it would wait for ever.
@@ -89,10 +99,12 @@ def specialized_launch(
     from sglang_specverify.kernels.specialized_kernel import specialized_kernel
 
     tiles, tree = tiles_of(problem), tree_of(problem)
-    items = tiles * problem.kv_heads * problem.batch
+    # Of one part of the prefix of every request: the plan knows how many parts there are.
+    items = tiles * problem.kv_heads * (problem.batch if split is None else 1)
+    most = items if split is None else items * split.plan.capacity
     return Launch(
         kernel=specialized_kernel,
-        grid=(min(programs, items), 1, 1),
+        grid=(min(programs, most), 1, 1),
         arguments={
             "q": a.q,
             "k": a.k_cache,
@@ -105,6 +117,9 @@ def specialized_launch(
             "sinks": a.sinks,
             "out": out,
             "lse": lse,
+            "plan": None if split is None else split.plan.buffer,
+            "partial_out": None if split is None else split.partial_out,
+            "partial_lse": None if split is None else split.partial_lse,
             "items": items,
             "tiles": tiles,
             "heads": problem.kv_heads,
@@ -113,6 +128,8 @@ def specialized_launch(
             "scale": problem.sm_scale * float(a.k_scale) * LOG2_E,
             "out_scale": float(a.v_scale),
             **strides_of(a, out, lse),
+            "items_at": 0 if split is None else split.plan.items_at,
+            "counters_at": 0 if split is None else split.plan.counters_at,
         },
         constants={
             "TREE": tree is not None,
@@ -121,6 +138,7 @@ def specialized_launch(
             "PAGE_SIZE": problem.page_size,
             "HAS_SINKS": a.sinks is not None,
             "HAS_LSE": lse is not None,
+            "SPLIT": split is not None,
             "BLOCK_N": config.block_n,
             "STAGES": config.num_stages,
             "Q_BUFFERS": 2,

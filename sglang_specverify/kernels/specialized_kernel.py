@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-#: Query rows of a consumer, and consumers of a program.
-ROWS, CONSUMERS = gl.constexpr(64), gl.constexpr(2)
+from sglang_specverify.kernels.specialized_parts import CONSUMERS, ROWS, combine, finish, part_rows, store_part
+
 #: Threads of the producer: all of them arrive when their copies have landed.
 PRODUCERS = gl.constexpr(128)
 #: Rows that a producer copies at a time: it has few registers, and the fewer it needs the more the consumers have.
@@ -60,11 +60,19 @@ def _copy(base, slots, stride, d, ring, full, empty, number, copies: gl.constexp
 
 
 @gluon.jit
+def _items(plan, items, items_at, SPLIT: gl.constexpr):
+    """How many items there are: the host's number, or for each part of a prefix that the plan has so many."""
+    if SPLIT:
+        items *= gl.load(plan + items_at)
+    return items
+
+
+@gluon.jit
 def _produce(
-    q, cache, table, row_ids, prefix_lens, tree_seen, q_ring, ring, slot_ring, q_full, q_empty, full, empty,
-    items, tiles, heads, queries, tree_words, q_row, q_head, slot_stride, head_stride, table_stride,
+    q, cache, table, row_ids, prefix_lens, tree_seen, plan, q_ring, ring, slot_ring, q_full, q_empty, full, empty,
+    items, tiles, heads, queries, tree_words, q_row, q_head, slot_stride, head_stride, table_stride, items_at,
     KEYS: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Bring the keys, or the values, of every tile of this program into shared memory, as far ahead as the ring allows.
 
@@ -77,17 +85,28 @@ def _produce(
     key = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
     filled = 0
     number = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), _items(plan, items, items_at, SPLIT), gl.num_programs(0)):
         tile = item % tiles
         head = item // tiles % heads
-        request = item // (tiles * heads)
-        prefix = gl.load(prefix_lens + request).to(gl.int32)
-        table_row = table + gl.load(row_ids + request).to(gl.int64) * table_stride
         first = tile * (ROWS * CONSUMERS)
+        begin = 0
+        if SPLIT:
+            words = plan + item // (tiles * heads) * 8
+            request = gl.load(words)
+            begin = gl.load(words + 1)
+            prefix = gl.load(words + 6)
+            table_row = table + gl.load(words + 7).to(gl.int64) * table_stride
+        else:
+            request = item // (tiles * heads)
+            prefix = gl.load(prefix_lens + request).to(gl.int32)
+            table_row = table + gl.load(row_ids + request).to(gl.int64) * table_stride
         stop = prefix + queries
         if not TREE:
             # Rows of this tile look no further than its last row.
             stop = prefix + gl.minimum(queries, (first + ROWS * CONSUMERS - 1) // GROUP + 1)
+        if SPLIT:
+            # Only the last part has the drafts.
+            stop = gl.where(gl.load(words + 3) < gl.load(words + 4) - 1, gl.load(words + 2), stop)
         base = prefix // 64 * 64
         seen_keys = table_row
         if TREE:
@@ -107,8 +126,8 @@ def _produce(
 
         at_head = cache + head.to(gl.int64) * head_stride
         # Slots come a tile ahead.
-        following = _slots(table_row, seen_keys, key, prefix, stop, base, PAGE_SIZE, TREE)
-        for start in range(0, stop, BLOCK_N):
+        following = _slots(table_row, seen_keys, key + begin, prefix, stop, base, PAGE_SIZE, TREE)
+        for start in range(begin, stop, BLOCK_N):
             now = slot_ring.index(filled & 1)
             now.store(following)
             following = _slots(table_row, seen_keys, key + (start + BLOCK_N), prefix, stop, base, PAGE_SIZE, TREE)
@@ -173,11 +192,11 @@ def _weigh(s, m, total, scale, rows_s: gl.constexpr, sums: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def _consume(
-    prefix_lens, tree_bits, sinks, out, lse,
+    prefix_lens, tree_bits, sinks, out, lse, plan, partial_out, partial_lse,
     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-    items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head,
+    items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head, items_at, counters_at,
     HALF: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFFERS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    Q_BUFFERS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of one consumer in every tile of this program.
 
@@ -185,34 +204,42 @@ def _consume(
     while this group of warps is at its softmax; and the consumers take turns at the tensor cores, or both would be at their
     softmax at once (Shah et al., FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2).
     """
-    LOG2_E: gl.constexpr = 1.4426950408889634
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
     rows_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     rows_o: gl.constexpr = gl.SliceLayout(1, mma_o)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    ACROSS: gl.constexpr = D // 8
-    copies: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     kind: gl.constexpr = q_ring.dtype
     local = gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma_s))
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, mma_s)
     taken = 0
     number = 0
     turn = 0
-    # Lengths come an item ahead: everything of an item waits for its own.
-    coming = gl.load(prefix_lens + gl.program_id(0) // (tiles * heads))
+    items = _items(plan, items, items_at, SPLIT)
+    if not SPLIT:
+        # Lengths come an item ahead: everything of an item waits for its own.
+        coming = gl.load(prefix_lens + gl.program_id(0) // (tiles * heads))
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile = item % tiles
         head = item // tiles % heads
-        request = item // (tiles * heads)
-        prefix = coming.to(gl.int32)
-        coming = gl.load(prefix_lens + gl.minimum(item + gl.num_programs(0), items - 1) // (tiles * heads))
         first = tile * (ROWS * CONSUMERS)
+        begin = 0
+        if SPLIT:
+            words = plan + item // (tiles * heads) * 8
+            request = gl.load(words)
+            begin = gl.load(words + 1)
+            prefix = gl.load(words + 6)
+        else:
+            request = item // (tiles * heads)
+            prefix = coming.to(gl.int32)
+            coming = gl.load(prefix_lens + gl.minimum(item + gl.num_programs(0), items - 1) // (tiles * heads))
         stop = prefix + queries
         if not TREE:
             # Rows of this tile look no further than its last row.
             stop = prefix + gl.minimum(queries, (first + ROWS * CONSUMERS - 1) // GROUP + 1)
+        if SPLIT:
+            stop = gl.where(gl.load(words + 3) < gl.load(words + 4) - 1, gl.load(words + 2), stop)
         base = prefix // 64 * 64
         packed = first + HALF * ROWS + gl.arange(0, ROWS, rows_s)
         i = packed // GROUP
@@ -225,10 +252,10 @@ def _consume(
         row_words = rows
         if TREE:
             row_words = tree_bits + rows * tree_words
-        bits = _word(row_words, (0 - base) >> 6, tree_words, is_row, TREE)
+        bits = _word(row_words, (begin - base) >> 6, tree_words, is_row, TREE)
         bits_2 = bits
         if BLOCK_N > 64:
-            bits_2 = _word(row_words, ((0 - base) >> 6) + 1, tree_words, is_row, TREE)
+            bits_2 = _word(row_words, ((begin - base) >> 6) + 1, tree_words, is_row, TREE)
         buffer = number % Q_BUFFERS
         q_tile = q_ring.index(buffer * CONSUMERS + HALF)
         mbarrier.wait(q_full.index(buffer), (number // Q_BUFFERS) & 1)
@@ -238,13 +265,13 @@ def _consume(
         fence_async_shared()
         s = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if full == 0:
-            s = _masked(s, 0, prefix, local, i, bits, bits_2, TREE, BLOCK_N)
+        if begin >= full:
+            s = _masked(s, begin, prefix, local, i, bits, bits_2, TREE, BLOCK_N)
         p, alpha, m, total = _weigh(s, m, total, scale, rows_s, sums, BLOCK_N)
         weights = gl.convert_layout(p.to(kind), operand)
         mbarrier.wait(v_full.index(stage), (taken // STAGES) & 1)
         o = gl.zeros([ROWS, D], gl.float32, mma_o)
-        for start in range(BLOCK_N, stop, BLOCK_N):
+        for start in range(begin + BLOCK_N, stop, BLOCK_N):
             before = taken % STAGES
             taken += 1
             stage = taken % STAGES
@@ -282,44 +309,51 @@ def _consume(
         taken += 1
 
         weighed = gl.convert_layout(gl.sum(total, 1), rows_s)
-        empty = weighed <= 0.0
-        norm = gl.where(empty, 1.0, weighed)
-        q_heads = head * GROUP + packed % GROUP
-        if HAS_LSE:
-            lse_at = lse + rows * lse_row + q_heads.to(gl.int64) * lse_head
-            gl.store(lse_at, gl.where(empty, float("-inf"), (m + gl.log2(norm)) * 0.6931471805599453), mask=is_row)
-        weight = gl.where(empty, 0.0, out_scale)
-        if HAS_SINKS:
-            sink = gl.load(sinks + q_heads, mask=is_row, other=float("-inf")) * LOG2_E
-            m_new = gl.maximum(m, sink)
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = gl.where(m == m_new, 1.0, gl.exp2(m - shift))
-            sunk = gl.where(sink == m_new, 1.0, gl.exp2(sink - shift))
-            weight *= alpha
-            norm = gl.where(empty, 1.0, weighed * alpha + sunk)
-        result = o * gl.convert_layout(weight / norm, rows_o)[:, None]
-        # Through the shared memory of this tile's own Q, for whole lines to be written.
-        q_tile.store(result.to(kind))
-        written = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, copies))
-        token = written // GROUP
-        out_at = out + (request.to(gl.int64) * queries + token)[:, None] * out_row
-        out_at += (head * GROUP + written % GROUP).to(gl.int64)[:, None] * out_head
-        out_at += gl.arange(0, D, gl.SliceLayout(0, copies))[None, :]
-        gl.store(out_at, q_tile.load(copies), mask=(token < queries)[:, None])
+        if SPLIT:
+            # Read again: through the loop they would hold registers.
+            words = plan + item // (tiles * heads) * 8
+            part = gl.load(words + 3)
+            parts = gl.load(words + 4)
+            if parts > 1:
+                partial = gl.load(words + 5)
+                place = part_rows(partial, part, head, heads, tile, tiles, HALF)
+                store_part(o, m, weighed, partial_out, partial_lse, place, D, rows_s, mma_o)
+                # The halves count in halves of the counter.
+                counter = plan + counters_at + (request * heads + head) * tiles + tile
+                arrived = gl.atomic_add(counter, 1 << (16 * HALF), sem="acq_rel", scope="gpu")
+                if ((arrived >> (16 * HALF)) & 0xFFFF) == parts - 1:
+                    gl.atomic_add(counter, -(parts << (16 * HALF)), sem="relaxed", scope="gpu")
+                    combine(
+                        partial_out, partial_lse, partial, parts, sinks, out, lse, request, head, heads, tile, tiles, first,
+                        queries, out_scale, out_row, out_head, lse_row, lse_head, HALF, GROUP, D, HAS_SINKS, HAS_LSE,
+                    )  # fmt: skip
+            else:
+                finish(
+                    o, m, weighed, q_tile, sinks, out, lse, request, head, first, queries,
+                    out_scale, out_row, out_head, lse_row, lse_head, HALF, GROUP, D, HAS_SINKS, HAS_LSE, rows_s, mma_o,
+                )  # fmt: skip
+        else:
+            finish(
+                o, m, weighed, q_tile, sinks, out, lse, request, head, first, queries,
+                out_scale, out_row, out_head, lse_row, lse_head, HALF, GROUP, D, HAS_SINKS, HAS_LSE, rows_s, mma_o,
+            )  # fmt: skip
         mbarrier.arrive(q_empty.index(buffer), count=1)
         number += 1  # noqa: SIM113 - no enumerate in a kernel
 
 
-@gluon.jit(do_not_specialize=["items", "tiles", "queries", "tree_words"])
+@gluon.jit(do_not_specialize=["items", "tiles", "queries", "tree_words", "items_at", "counters_at"])
 def specialized_kernel(
-    q, k, v, table, row_ids, prefix_lens, tree_bits, tree_seen, sinks, out, lse,
+    q, k, v, table, row_ids, prefix_lens, tree_bits, tree_seen, sinks, out, lse, plan, partial_out, partial_lse,
     items, tiles, heads, queries, tree_words, scale, out_scale,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_stride, out_row, out_head, lse_row, lse_head,
+    q_row, q_head, k_slot, k_head, v_slot, v_head, table_stride, out_row, out_head, lse_row, lse_head, items_at, counters_at,
     TREE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    Q_BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Every program takes items pid, pid + programs, …; an item is 128 query rows of one KV head of one request.
+
+    SPLIT: it is one part of that request's prefix, as the plan divides it, and the last part has the drafts. `items` is then
+    what one part makes, and the consumer that comes last to a row tile combines the parts, as in `fused_kernel.py`.
 
     q [bs * queries, Hq, D]; k, v [slots, Hkv, D]; out like q; lse FP32 [T, Hq]; the rest is documented at
     `verify_attention`. `scale` holds sm_scale, k_scale and the change to base 2; `out_scale` v_scale.
@@ -356,35 +390,39 @@ def specialized_kernel(
             (
                 _consume,
                 (
-                    prefix_lens, tree_bits, sinks, out, lse,
+                    prefix_lens, tree_bits, sinks, out, lse, plan, partial_out, partial_lse,
                     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                     items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head,
-                    zero, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE,
+                    items_at, counters_at,
+                    zero, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE, SPLIT,
                 ),
             ),
             (
                 _consume,
                 (
-                    prefix_lens, tree_bits, sinks, out, lse,
+                    prefix_lens, tree_bits, sinks, out, lse, plan, partial_out, partial_lse,
                     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                     items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head,
-                    one, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE,
+                    items_at, counters_at,
+                    one, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE, SPLIT,
                 ),
             ),
             (
                 _produce,
                 (
-                    q, k, table, row_ids, prefix_lens, tree_seen, q_ring, k_ring, k_slots, q_full, q_empty, k_full, k_empty,
+                    q, k, table, row_ids, prefix_lens, tree_seen, plan, q_ring, k_ring, k_slots, q_full, q_empty, k_full, k_empty,
                     items, tiles, heads, queries, tree_words, q_row, q_head, k_slot, k_head, table_stride,
-                    one, TREE, GROUP, D, PAGE_SIZE, BLOCK_N, STAGES, Q_BUFFERS,
+                    items_at,
+                    one, TREE, GROUP, D, PAGE_SIZE, BLOCK_N, STAGES, Q_BUFFERS, SPLIT,
                 ),
             ),
             (
                 _produce,
                 (
-                    q, v, table, row_ids, prefix_lens, tree_seen, q_ring, v_ring, v_slots, q_full, q_empty, v_full, v_empty,
+                    q, v, table, row_ids, prefix_lens, tree_seen, plan, q_ring, v_ring, v_slots, q_full, q_empty, v_full, v_empty,
                     items, tiles, heads, queries, tree_words, q_row, q_head, v_slot, v_head, table_stride,
-                    zero, TREE, GROUP, D, PAGE_SIZE, BLOCK_N, STAGES, Q_BUFFERS,
+                    items_at,
+                    zero, TREE, GROUP, D, PAGE_SIZE, BLOCK_N, STAGES, Q_BUFFERS, SPLIT,
                 ),
             ),
         ],

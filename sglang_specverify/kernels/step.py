@@ -60,6 +60,7 @@ def prepare_step(
     divide: bool | None = None,
     programs: int | None = None,
     config: LaunchConfig | None = None,
+    kernel: str = "fused",
     out: torch.Tensor | None = None,
 ) -> Plan:
     """Copy the slots that a step reads, and make its plan, by one launch on the device.
@@ -93,7 +94,7 @@ def prepare_step(
         num_draft_tokens=num_draft_tokens, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, window=window, branches=branches, q_offsets=q_offsets,
         num_rows=num_rows, mask=mask, mask_layout=mask_layout, mask_offsets=mask_offsets, deterministic=deterministic,
-        divide=divide, programs=programs, config=config, out=out,
+        divide=divide, programs=programs, config=config, kernel=kernel, out=out,
     ))  # fmt: skip
     device, batch = prefix_lens.device, len(prefix_lens)
     checks.tensor("req_to_token", req_to_token, ("rows", "context"), checks.INTS, device)

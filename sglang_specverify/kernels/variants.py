@@ -8,10 +8,14 @@ from sglang_specverify.errors import ArgumentError, SpecverifyError
 
 #: Every implementation in this version, by the name that `variant` takes.
 #: reference: FP64, plain PyTorch. fused: one kernel over prefix and drafts. fused_split: the same, with the prefix divided
-#: over programs by a plan. specialized: one kernel over both for Hopper and many query rows.
-VARIANTS = ("reference", "fused", "fused_split", "specialized")
+#: over programs by a plan. specialized: one kernel over both for Hopper and many query rows, and specialized_split that one
+#: with the prefix divided.
+VARIANTS = ("reference", "fused", "fused_split", "specialized", "specialized_split")
 
-#: Below this many keys a prefix is not worth dividing: `plan.MIN_CHUNK` for each of two parts.
+#: Those that divide a prefix, and those of the kernel with specialised warps.
+DIVIDING, SPECIALIZED = ("fused_split", "specialized_split"), ("specialized", "specialized_split")
+
+#: Below this many keys a prefix is not worth dividing: `plan.MIN_CHUNKS` for each of two parts.
 SHORT_PREFIX = 512
 
 #: Up to so many packed rows half of a specialised tile would be padding, and the fused kernel is as fast.
@@ -33,6 +37,7 @@ class VariantFacts:
         fill: programs that the device runs at once.
         longest: keys that a table row can hold, an upper bound of every L.
         divided: whether the caller's plan divides prefixes; None where no plan came.
+        divided_for: the kernel that the caller's plan divides for, "fused" or "specialized".
         deterministic: rows must not depend on the rest of the batch.
     """
 
@@ -46,6 +51,7 @@ class VariantFacts:
     fill: int = 1
     longest: int = 1 << 30
     divided: bool | None = None
+    divided_for: str = "fused"
     deterministic: bool = False
 
 
@@ -91,35 +97,40 @@ def refusal_of(variant: str, facts: VariantFacts) -> str | None:
         return "its tensors lie on the CPU and Triton's interpreter is off: set TRITON_INTERPRET=1 before triton is imported"
     if facts.device not in ("cpu", "cuda"):
         return f"it runs on cuda, and on cpu in Triton's interpreter, not on {facts.device}"
-    if facts.divided is not None and facts.divided != (variant == "fused_split"):
+    if facts.divided is not None and facts.divided != (variant in DIVIDING):
         return f"a plan came that {'divides' if facts.divided else 'does not divide'} prefixes"
-    return facts.specialized if variant == "specialized" else facts.refusal
+    if facts.divided and (facts.divided_for == "specialized") != (variant in SPECIALIZED):
+        return f"a plan came that divides prefixes for the {facts.divided_for} kernel"
+    if variant == "specialized_split" and facts.deterministic:
+        return "a deterministic division is the fused kernel's"
+    return facts.specialized if variant in SPECIALIZED else facts.refusal
 
 
 def _choose(facts: VariantFacts) -> Choice:
-    refusal = refusal_of("fused" if facts.divided is False else "fused_split", facts)
+    divided = "specialized_split" if facts.divided and facts.divided_for == "specialized" else "fused_split"
+    refusal = refusal_of("fused" if facts.divided is False else divided, facts)
     if refusal is not None:
         if facts.device == "cpu":
             return Choice("reference", f"on a CPU: {refusal}")
         # On a GPU nobody is served by the slow reference unasked.
         raise SpecverifyError(f"no kernel serves this call: {refusal}", 'change what it names, or pass variant="reference"')
     if facts.divided:
-        return Choice("fused_split", "the plan divides prefixes")
+        return Choice(divided, "the plan divides prefixes")
     if facts.divided is not None:
-        return _undivided(facts, "the plan divides nothing")
+        return _either(facts, "", "the plan divides nothing")
     if facts.deterministic:
         return Choice("fused_split", "deterministic: the split follows each request's own length")
     if facts.longest <= SHORT_PREFIX:
-        return _undivided(facts, f"a table row holds {facts.longest} keys at most, too few to divide")
+        return _either(facts, "", f"a table row holds {facts.longest} keys at most, too few to divide")
     if 2 * facts.programs > facts.fill:
-        return _undivided(facts, f"{facts.programs} programs for {facts.fill} at once: the device is filled without a split")
-    return Choice("fused_split", f"{facts.programs} programs for {facts.fill} at once: the prefix is divided")
+        return _either(facts, "", f"{facts.programs} programs for {facts.fill} at once: the device is filled without a split")
+    return _either(facts, "_split", f"{facts.programs} programs for {facts.fill} at once: the prefix is divided")
 
 
-def _undivided(facts: VariantFacts, reason: str) -> Choice:
-    """One of the two kernels that read a whole prefix in one program."""
+def _either(facts: VariantFacts, suffix: str, reason: str) -> Choice:
+    """One of the two kernels, by the rows that a tile of theirs would have."""
     if facts.rows <= FEW_ROWS:
-        return Choice("fused", f"{reason}; {facts.rows} rows of a KV head fill no specialised tile")
+        return Choice("fused" + suffix, f"{reason}; {facts.rows} rows of a KV head fill no specialised tile")
     if facts.specialized is not None:
-        return Choice("fused", f"{reason}; the specialised kernel does not take it: {facts.specialized}")
-    return Choice("specialized", f"{reason}; {facts.rows} rows of a KV head fill its tiles")
+        return Choice("fused" + suffix, f"{reason}; the specialised kernel does not take it: {facts.specialized}")
+    return Choice("specialized" + suffix, f"{reason}; {facts.rows} rows of a KV head fill its tiles")

@@ -70,7 +70,7 @@ def verify_attention(
             it; a chain's positions are L + i whatever stands here.
         window: -1 for none.
         softcap: score -> softcap * tanh(score / softcap), before masking; 0 for none.
-        sinks: FP32 [Hq], scores after scaling, each one more term of its head's denominator.
+        sinks: FP32, BF16 or FP16 [Hq], scores after scaling, each one more term of its head's denominator.
         k_scale, v_scale: factors of K and V as stored: a number, a tensor of one element or [Hkv]. They apply whatever
             the cache's type is.
         sm_scale: factor of q . k; D**-0.5 where None.

@@ -6,7 +6,7 @@ base, that is to SGLang's own code, with the reason. A new kernel is a new row o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import Flags
@@ -30,26 +30,17 @@ class Decision:
         reason: why this one.
         rejected: every alternative, each with its reason.
         claimed: whether the plugin is meant to serve the case: only then may `require` refuse.
-        alone_from: the number of requests from which the `fused` route serves in its place, or None.
     """
 
     kernel: str
     reason: str
     rejected: tuple[Rejected, ...]
     claimed: bool
-    alone_from: int | None = None
 
     @property
     def served(self) -> bool:
         """Whether a kernel of the plugin serves."""
         return self.kernel != STOCK
-
-    def at(self, requests: int) -> Decision:
-        """The decision for a batch of so many requests."""
-        if self.alone_from is None or requests < self.alone_from:
-            return self
-        reason = f"from {self.alone_from} requests on its tiles fill the device: a tree and its prefix in one kernel"
-        return replace(self, kernel="fused", reason=reason, alone_from=None)
 
 
 def decide(
@@ -71,10 +62,7 @@ def decide(
         refusal = left or _refusal(route, case)
         if refusal is None:
             later = (Rejected(other.name, _refusal(other, case) or f"{route.name} comes first") for other in _after(route))
-            reason, least = route.serves(case), route.alone_from(case)
-            if least is not None:
-                reason += f"; from {least} requests on in one kernel"
-            return Decision(route.name, reason, (*rejected, *later, stock), claimed, least)
+            return Decision(route.name, route.serves(case), (*rejected, *later, stock), claimed)
         rejected.append(Rejected(route.name, refusal))
     return Decision(STOCK, _stock_reason(case, left, rejected), tuple(rejected), claimed)
 

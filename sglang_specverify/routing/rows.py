@@ -15,7 +15,6 @@ from sglang_specverify.routing.tree import (
     SPECIALIZED_HEAD_DIMS,
     SPECIALIZED_ROWS,
     TreeFacts,
-    alone_from,
     depth,
     refuse_tile,
 )
@@ -71,7 +70,6 @@ class Route:
         cuda_graphs: whether it can be recorded into one.
         refuse: the reason it does not take a case that passed all of the above, or None.
         serves: the reason it takes a case.
-        alone_from: the number of requests from which the `fused` route serves in its place, or None.
     """
 
     name: str
@@ -84,7 +82,6 @@ class Route:
     cuda_graphs: bool
     refuse: Callable[[Case], str | None]
     serves: Callable[[Case], str] = lambda case: f"{case.hardware.display}: it knows everything in this call"
-    alone_from: Callable[[Case], int | None] = lambda case: None
 
 
 def _refuse_reference(case: Case) -> str | None:
@@ -166,25 +163,32 @@ def _refuse_tile(case: Case) -> str | None:
     return refuse_tile(_tree_facts(case))
 
 
-def _tile_alone_from(case: Case) -> int | None:
-    if case.flags.tree_kernel != "auto":
-        return None
-    return alone_from(_tree_facts(case), case.layer.kv_heads, case.hardware.multiprocessors)
-
-
 def _tree_facts(case: Case) -> TreeFacts:
     server, layer = case.server, case.layer
     width, group = server.num_draft_tokens, layer.q_heads // max(1, layer.kv_heads)
-    specialized = _is_specialized(case, width * group)
+    specialized = _refuse_specialized(case) is None
     return TreeFacts(case.hardware.arch, width, group, server.context, server.deterministic, specialized=specialized)
 
 
-def _is_specialized(case: Case, rows: int) -> bool:
-    """Whether the kernel with specialised warps takes the trees of a layer. Its own check, at each call, knows strides too."""
+def _refuse_specialized(case: Case) -> str | None:
+    """Why the kernel with specialised warps does not verify a layer. Its own check, at each call, knows strides too."""
     server, layer = case.server, case.layer
-    plain = server.kv_cache_dtype not in FP8_CACHES and server.dtype != "float32" and not layer.softcap
-    dims = layer.head_dim == layer.v_head_dim and layer.head_dim in SPECIALIZED_HEAD_DIMS
-    return case.hardware.arch == SPECIALIZED_ARCH and plain and dims and rows > SPECIALIZED_ROWS
+    if reason := _refuse_fused(case):
+        return reason
+    if case.hardware.arch != SPECIALIZED_ARCH:
+        return f"it is written for {SPECIALIZED_ARCH}, and this is {case.hardware.display}"
+    if layer.head_dim != layer.v_head_dim or layer.head_dim not in SPECIALIZED_HEAD_DIMS:
+        return f"head dims {layer.head_dim} and {layer.v_head_dim}, and it takes 64 or 128 for both"
+    if server.kv_cache_dtype in FP8_CACHES:
+        return "it reads no FP8 cache"
+    if layer.softcap:
+        return "it does not cap scores"
+    if server.deterministic:
+        return "deterministic inference: fused divides a prefix by its own length only"
+    rows = server.num_draft_tokens * layer.q_heads // max(1, layer.kv_heads)
+    if rows <= SPECIALIZED_ROWS:
+        return f"{rows} query rows for each KV head fill no tile of it: fused is as fast"
+    return None
 
 
 def _gather_serves(case: Case) -> str:
@@ -200,6 +204,10 @@ def _tile_serves(case: Case) -> str:
 def _fused_serves(case: Case) -> str:
     if case.mode is Mode.DRAFT_DECODE:
         return "the branches of a draft step over one reading of the prefix"
+    return _one_kernel(case)
+
+
+def _one_kernel(case: Case) -> str:
     drafts = "a tree" if case.is_tree and case.mode is Mode.TARGET_VERIFY else "a chain"
     return f"{drafts} and its prefix in one kernel"
 
@@ -208,7 +216,6 @@ def _after_prefix_pass(
     name: str,
     refuse: Callable[[Case], str | None],
     serves: Callable[[Case], str],
-    alone_from: Callable[[Case], int | None] = lambda case: None,
 ) -> Route:
     return Route(
         name=name,
@@ -222,13 +229,24 @@ def _after_prefix_pass(
         cuda_graphs=True,
         refuse=refuse,
         serves=serves,
-        alone_from=alone_from,
     )
 
 
 ROUTES: tuple[Route, ...] = (
     _after_prefix_pass("prefix_gather", _refuse_gather, _gather_serves),
-    _after_prefix_pass("prefix_tile", _refuse_tile, _tile_serves, _tile_alone_from),
+    _after_prefix_pass("prefix_tile", _refuse_tile, _tile_serves),
+    Route(
+        name="specialized",
+        modes=frozenset({Mode.TARGET_VERIFY}),
+        layers=frozenset({LayerKind.FULL}),
+        dtypes=frozenset({"bfloat16", "float16", "half", "auto"}),
+        kv_caches=_PLAIN_CACHES,
+        algorithms=_KNOWN_ALGORITHMS,
+        arguments=frozenset({"sinks"}),
+        cuda_graphs=True,
+        refuse=_refuse_specialized,
+        serves=lambda case: f"{_one_kernel(case)}, on warps that copy and warps that compute",
+    ),
     Route(
         name="fused",
         modes=CLAIMED,

@@ -2,8 +2,8 @@
 
 A captured graph is one program for every length that it will be replayed with, and no length is known on the host when it is
 captured. So the choice looks at what the server knows for good, and must be no slower than SGLang's own at any length. By
-`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is ahead at
-prefixes of 2048 tokens and behind at 16384, and not behind SGLang's at 8192, where it is level for a single request. Without that
+`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is twice as fast
+as the prefix pass and the tile at short prefixes, somewhat slower at 16384 tokens, and ahead of SGLang's there. Without that
 kernel it is ahead at 384 and behind at 2048.
 """
 
@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A context up to this long leaves the one kernel ahead, or close, at every prefix that it can hold; the second, where that is
-#: the kernel with specialised warps.
-SHORT_CONTEXT, SPECIALIZED_CONTEXT = 1024, 8192
-
-#: Up to this context a batch whose tiles fill the device is no slower at any length in the kernel with specialised warps than
-#: SGLang's own, and twice as fast as the prefix pass and the tile where prefixes are short.
-BATCHED_CONTEXT = 40960
+#: A context up to this long leaves the one kernel ahead of SGLang's, or close, at every prefix that it can hold; the second,
+#: where that is the kernel with specialised warps: with 8 requests and W 64 a key costs it an eighth more than FlashAttention's
+#: prefix pass, which takes some 48000 keys to use up what SGLang's second pass and merge cost beside.
+SHORT_CONTEXT, SPECIALIZED_CONTEXT = 1024, 40960
 #: Up to so many query rows of a KV head the prefix is a matter of bandwidth, which both reach, and one launch is fewer.
 FEW_ROWS = 32
 
-#: What the kernel with specialised warps takes; `kernels/specialized.py` and `kernels/variants.py`, which a light import must not
-#: reach, say the same, and the tests compare.
-SPECIALIZED_ARCH, SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS, SPECIALIZED_TILE = "sm_90", (64, 128), 64, 128
+#: What the kernel with specialised warps takes, and the rows of a KV head from which its tiles are worth it;
+#: `kernels/specialized.py` and `kernels/variants.py`, which a light import must not reach, say the same, and the tests compare.
+SPECIALIZED_ARCH, SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS = "sm_90", (64, 128), 64
 
 #: What the gathered suffix was made for: it holds a row's whole suffix in registers.
 MAX_GATHERED, MAX_GATHERED_DIM = 64, 128
@@ -58,18 +55,6 @@ class TreeFacts:
     def short(self) -> int:
         """The longest context that is short."""
         return SPECIALIZED_CONTEXT if self.specialized else SHORT_CONTEXT
-
-
-def alone_from(facts: TreeFacts, kv_heads: int, multiprocessors: int) -> int | None:
-    """The number of requests from which the one kernel serves in place of the prefix pass and the tile, or None.
-
-    A batch is known when its graph is captured, as no length is. From so many on half the multiprocessors have a tile of their
-    own and no prefix is divided, which is when the kernel with specialised warps serves.
-    """
-    if not facts.specialized or facts.deterministic or multiprocessors < 1 or not 0 < facts.context <= BATCHED_CONTEXT:
-        return None
-    tiles = -(-facts.width * facts.group // SPECIALIZED_TILE)
-    return multiprocessors // (2 * tiles * kv_heads) + 1
 
 
 def refuse_tile(facts: TreeFacts) -> str | None:

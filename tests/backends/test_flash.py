@@ -192,30 +192,6 @@ def test_captured_trees(engine: Make, monkeypatch: pytest.MonkeyPatch, name: str
     assert backend._verify_mask is None
 
 
-def test_large_batches_of_trees_take_one_kernel(engine: Make, monkeypatch: pytest.MonkeyPatch, flash: list[Any]) -> None:
-    """Eager and captured, by the number of requests; what is reported is what ran."""
-    monkeypatch.setattr("sglang_specverify.routing.rows.refuse_tile", lambda facts: None)
-    monkeypatch.setattr("sglang_specverify.routing.rows.alone_from", lambda *facts: 2)
-    one = engine(TREE)
-    add(one, LENGTHS)
-    backend = target(one)
-    check(one, backend, verify_batch(one, backend))
-    assert not flash
-    for _ in range(2):
-        one.requests.pop()
-    check(one, backend, verify_batch(one, backend))
-    assert len(flash) == len(one.layers)
-    small = buffers_for(one, backend, ForwardMode.TARGET_VERIFY, 4)
-    for requests in (1, 4):
-        graph = Graph(one, backend, small, ForwardMode.TARGET_VERIFY, requests)
-        flash.clear()
-        graph.replay(verify_batch(one, backend))
-        assert bool(flash) == (requests == 1)
-    ran = {(row["kernel"], row["calls"] > 0) for row in backend.routes.report() if row["mode"] == "target_verify"}
-    assert ran == {("prefix_tile", True), ("fused", True)}
-    assert any("from 2 requests on" in row["reason"] for row in backend.routes.report())
-
-
 @pytest.mark.parametrize("name", ["page 1", "window pool"])
 def test_captured_draft_steps(engine: Make, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = engine(SETUPS[name])

@@ -13,8 +13,9 @@ import pytest
 import torch
 from sglang.srt.speculative import ngram_worker
 
-from sglang_specverify.backends import facts, routes
-from sglang_specverify.backends.plans import Dims, Served, groups
+from sglang_specverify.backends import calls, facts, routes
+from sglang_specverify.backends.plans import Dims, Plans, Served, groups
+from sglang_specverify.kernels import plan_verify_attention
 from sglang_specverify.routing.facts import Mode
 from tests.backends import batches
 from tests.backends.compare import STOCK, assert_close, expected, inputs, kernels, run
@@ -209,6 +210,36 @@ def test_deterministic_rows(engine: Make, monkeypatch: pytest.MonkeyPatch) -> No
     assert (outs[0][:4] == outs[1]).all()
 
 
+@pytest.mark.parametrize("heads", [8, 64])
+def test_deterministic_steps_reserve_scratch_for_what_they_divide(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    """8 drafts of 64 heads are 512 rows of a KV head: deterministic steps divide nothing there."""
+    seen = facts.server_facts
+    monkeypatch.setattr(routes, "server_facts", lambda *of: replace(seen(*of), deterministic=True))
+    one = engine(TREE.but(q_heads=heads, kv_heads=1))
+    add(one, LENGTHS)
+    backend = target(one)
+    backend.init_forward_metadata(verify_batch(one, backend).forward)
+    assert (backend._device.scratch.size == 0) == (backend.step.plans.workspace is None) == (heads == 64)
+
+
+def test_sinks_reach_the_kernel_as_the_layer_has_them(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make another type of them would be a launch for each layer and step."""
+    seen: list[Any] = []
+    original = calls.verify_attention
+    monkeypatch.setattr(calls, "verify_attention", lambda *a, **k: seen.append(k["sinks"]) or original(*a, **k))
+    one = engine(TREE.but(dtype=torch.bfloat16))
+    add(one, LENGTHS)
+    backend = target(one)
+    batch = verify_batch(one, backend)
+    backend.init_forward_metadata(batch.forward)
+    x = inputs(one, batch.forward, sinks=True)
+    assert x.more["sinks"].dtype == torch.bfloat16
+    run(backend, one.layers[0], batch.forward, x)
+    assert len(seen) == 1 and seen[0] is x.more["sinks"]
+
+
 def test_the_switch_for_chains(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_SPLITKV_VERIFY", "0")
     one = engine(Setup())
@@ -244,9 +275,34 @@ def test_layers_that_share_a_plan() -> None:
 
     full, tile, short, long = served(dims, -1), served(dims, -1, "prefix_tile"), served(dims, 127), served(dims, 4096)
     assert served(dims, 127) == served(dims, 511)
-    assert [(at, window, set(members)) for at, window, members in groups([short, tile, full])] == [
-        (dims, -1, {full, tile, short})
-    ]
-    assert groups([tile]) == [(dims, -1, [tile])]
-    assert [(window, len(members)) for _, window, members in groups([full, long, short])] == [(-1, 2), (4096, 1)]
+    shared = groups([short, tile, full])
+    assert [set(members) for members in shared] == [{full, tile, short}]
+    # What is divided is said by the first.
+    assert shared[0][0] == full
+    assert groups([tile]) == [[tile]]
+    assert [(members[0], len(members)) for members in groups([full, long, short])] == [(full, 2), (long, 1)]
     assert len(groups([full, served(other, -1)])) == 2
+    # Programs of two kernels are filled by two divisions.
+    wide = served(dims, -1, "specialized")
+    assert wide.divides
+    assert [(members[0], len(members)) for members in groups([short, wide, full])] == [(full, 2), (wide, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "divide", "variant"),
+    [
+        ("fused", True, "auto"),
+        ("fused", False, "auto"),
+        ("specialized", True, "specialized_split"),
+        ("specialized", False, "specialized"),
+    ],
+)
+def test_the_kernel_that_was_decided_is_asked_for(kernel: str, divide: bool, variant: str) -> None:
+    lens, rows = torch.tensor([700], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    layers = {"num_draft_tokens": 20, "q_heads": 8, "kv_heads": 2, "head_dim": 64, "divide": divide}
+    plan = plan_verify_attention(lens, rows, **layers, kernel=kernel if divide else "fused")
+    served = Served.of(8, 2, 64, 64, -1, kernel)
+    plans = Plans(deterministic=False, by_layer={served: plan}, workspace=torch.empty(0, dtype=torch.uint8))
+    options = plans.options(served)
+    assert options["variant"] == variant and options["plan"] is plan
+    assert (options["workspace"] is not None) == divide

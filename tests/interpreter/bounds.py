@@ -30,6 +30,7 @@ The unit roundoff of a type with p bits of significand, the hidden one counted, 
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,9 @@ from typing import Any
 import torch
 
 from sglang_specverify.kernels import draft_decode_attention_reference, verify_attention_reference
+from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments, check_draft_decode, check_verify
+from sglang_specverify.kernels.reference import blocks_of, per_head, scores_of, weighed
+from sglang_specverify.kernels.reference_keys import Keys, is_empty, keys_and_values, requests_of
 from tests.kernels.oracle import rounding
 
 #: Unit roundoff of P's type, which is q's, and the least spacing of its numbers, halved (FP32's is flushed to 0).
@@ -45,10 +49,6 @@ ROUNDOFF = {
     torch.float16: (2.0**-11, 2.0**-25),
     torch.float32: (2.0**-24, 2.0**-126),
 }
-
-#: The largest of many numbers, as their log-sum-exp at this many times their size, divided by it: too large by at most
-#: log(n) / 64.
-SHARP = 64.0
 
 #: Arguments that a reference does not take or that a call of it must replace.
 _OURS = ("out", "lse", "return_lse", "variant", "plan", "workspace", "deterministic")
@@ -82,26 +82,95 @@ def call_reference(arguments: dict[str, Any], **changes: Any) -> tuple[torch.Ten
     return out, lse
 
 
-def expect(arguments: dict[str, Any], *, splits: int = 1) -> Expected:
-    """The exact result of `verify_attention` or `draft_decode_attention`, and its bounds. `splits`: the most of a request."""
-    a = arguments
-    out, lse = call_reference(a)
-    scale = a["sm_scale"] if a.get("sm_scale") is not None else a["q"].shape[2] ** -0.5
-    values = {"v_cache": _magnitude(a["v_cache"]), "v_scale": abs(a.get("v_scale", 1.0))}
-    sensitivity, _ = call_reference(a, **values)
-    magnitudes = {"q": _magnitude(a["q"]), "k_cache": _magnitude(a["k_cache"]), "k_scale": abs(a.get("k_scale", 1.0))}
-    _, sharp = call_reference(a, **magnitudes, sm_scale=SHARP * abs(scale), softcap=0.0, sinks=None)
-    mean, log_count = call_reference(a, **values, q=torch.zeros_like(a["q"]), sinks=None)
-    keys = log_count.exp()
+def checked(arguments: dict[str, Any]) -> tuple[VerifyArguments | DraftArguments, Problem]:
+    """The arguments of either operation as it checks them, those left out with their defaults."""
+    drafting = "draft_slots" in arguments
+    operation = draft_decode_attention_reference if drafting else verify_attention_reference
+    every = {name: one.default for name, one in inspect.signature(operation).parameters.items()} | arguments
+    kind: Any = DraftArguments if drafting else VerifyArguments
+    a = kind(**{name: every[name] for name in kind.__dataclass_fields__})
+    return a, check_draft_decode(a) if drafting else check_verify(a)
 
-    delta = 1e-5 + 2.0**-21 * (sharp / SHARP).clamp(min=0.0)
-    roundoff, tiny = ROUNDOFF[a["q"].dtype]
-    relative = roundoff + torch.expm1(2 * delta) + _accumulation(keys, splits) + _in_base_2(a.get("sinks"))
-    out_bound = relative[..., None] * sensitivity
-    if a["q"].dtype == torch.float16:
-        _, peak = call_reference(a, sm_scale=SHARP * scale, softcap=SHARP * a.get("softcap", 0.0), sinks=None)
-        out_bound += (tiny * keys * (peak / SHARP - _with_sinks(lse, a)).exp())[..., None] * mean
-    return Expected(out, lse, out_bound, delta, sensitivity)
+
+def expect(arguments: dict[str, Any], *, splits: int = 1) -> Expected:
+    """The exact result of `verify_attention` or `draft_decode_attention`, and its bounds. `splits`: the most of a request.
+
+    All that is needed of a request is computed at once from one copy of its keys, without a look at the device.
+    """
+    a, problem = checked({name: value for name, value in arguments.items() if name not in _OURS})
+    exact = _Exact.blank(problem)
+    parts = [(start + low, part) for start, keys in requests_of(a, problem) for low, part in blocks_of(keys, problem)]
+    unusual = [exact.fill(a, problem, start, keys) for start, keys in parts]
+    if unusual and bool(torch.stack(unusual).any()):
+        # A slot that does not exist, which the reference says better; or NaN or Inf, which a weight of 0 does not keep out.
+        call_reference(arguments)
+        for start, keys in parts:
+            for row, own in enumerate(keys.visible):
+                exact.fill(a, problem, start + row, Keys(keys.slots[own], own[own][None], keys.source))
+
+    delta = 1e-5 + 2.0**-21 * exact.score_size
+    roundoff, tiny = ROUNDOFF[a.q.dtype]
+    relative = roundoff + torch.expm1(2 * delta) + _accumulation(exact.keys, splits) + _in_base_2(a.sinks)
+    out_bound = relative[..., None] * exact.sensitivity
+    if a.q.dtype == torch.float16:
+        out_bound += (tiny * (exact.peak - _with_sinks(exact.lse, arguments)).exp())[..., None] * exact.sum_v
+    return Expected(exact.out, exact.lse, out_bound, delta, exact.sensitivity)
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """What the bounds are made of, FP64: [T, Hq, Dv] or [T, Hq], NaN in rows that belong to no request.
+
+    Attributes:
+        out, lse, sensitivity: as in `Expected`.
+        sum_v: sum over the visible keys of |v_j|, v_scale in it.
+        score_size: S.
+        peak: the largest score of a visible key.
+        keys: how many of them there are.
+    """
+
+    out: torch.Tensor
+    sensitivity: torch.Tensor
+    sum_v: torch.Tensor
+    lse: torch.Tensor
+    score_size: torch.Tensor
+    peak: torch.Tensor
+    keys: torch.Tensor
+
+    @classmethod
+    def blank(cls, problem: Problem) -> _Exact:
+        new = {"dtype": torch.float64, "device": problem.device}
+        wide, narrow = (problem.rows, problem.q_heads, problem.v_head_dim), (problem.rows, problem.q_heads)
+        return cls(*(torch.full(shape, torch.nan, **new) for shape in [wide] * 3 + [narrow] * 4))  # type: ignore[arg-type]
+
+    def fill(self, a: VerifyArguments | DraftArguments, problem: Problem, start: int, keys: Keys) -> torch.Tensor:
+        """Write some rows of one request; a bool [], whether a visible key has no slot or the V of one is not finite."""
+        rows, count = keys.visible.shape
+        here = slice(start, start + rows)
+        if count == 0 or is_empty(a):
+            for value in (self.out, self.sensitivity, self.sum_v, self.score_size, self.keys):
+                value[here] = 0.0
+            self.lse[here], self.peak[here] = -math.inf, -math.inf
+            return keys.visible.any()
+        q, (k, v, nowhere) = a.q[here].to(torch.float64), keys_and_values(a, keys)
+        scale, v_scale = (per_head(value, problem) for value in (a.k_scale, a.v_scale))
+        scores = scores_of(q, k, keys.visible, scale * problem.sm_scale, problem.softcap)
+        both, self.lse[here] = weighed(scores, torch.cat([v, v.abs()], -1), a.sinks)
+        v_scale = v_scale.repeat_interleave(problem.group)[:, None]
+        self.out[here] = both[..., : problem.v_head_dim] * v_scale
+        self.sensitivity[here] = both[..., problem.v_head_dim :] * v_scale.abs()
+        self.peak[here] = _by_row(scores.amax(-1))
+        sizes = scores_of(q.abs(), k.abs(), keys.visible, (scale * problem.sm_scale).abs(), 0.0)
+        self.score_size[here] = _by_row(sizes.amax(-1)).clamp(min=0.0)
+        self.keys[here] = keys.visible.sum(1, dtype=torch.float64)[:, None]
+        total = (keys.visible.to(torch.float64) @ v.abs().flatten(1)).view(rows, problem.kv_heads, -1)
+        self.sum_v[here] = total.repeat_interleave(problem.group, 1) * v_scale.abs()
+        return nowhere | ~v.isfinite().all()
+
+
+def _by_row(value: torch.Tensor) -> torch.Tensor:
+    """[rows, Hq] of [Hkv, group, rows]."""
+    return value.flatten(0, 1).T
 
 
 def expect_merged(
@@ -121,10 +190,6 @@ def expect_merged(
     relative = torch.expm1(2 * delta) + _accumulation(torch.ones_like(lse), 1) + _in_base_2(arguments.get("sinks"))
     out_bound = new * part.out_bound + relative[..., None] * sensitivity
     return Expected(new * part.out + old * old_out, lse, out_bound, delta, sensitivity)
-
-
-def _magnitude(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.float64).abs()
 
 
 def _with_sinks(lse: torch.Tensor, a: dict[str, Any]) -> torch.Tensor:
@@ -158,9 +223,13 @@ def _worst(name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor
     ratio = ratio.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(~real, 0.0)
     if ratio.numel() == 0:
         return 0.0, f"{name}: no elements"
-    at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
-    numbers = f"got {float(got[at]):.9g}, exact {float(want[at]):.9g}, allowed error {float(allowed[at]):.3g}"
-    return float(ratio[at]), f"{name}{list(at)}: {numbers}; {int((ratio > 1).sum())} elements outside"
+    at = ratio.argmax()
+    # All of them at once: each look waits for the device.
+    found = [value.take(at).to(torch.float64) for value in (ratio, got, want, allowed)]
+    largest, is_, should, may, place, outside = torch.stack([*found, at.double(), (ratio > 1).sum().double()]).tolist()
+    index = [int(i) for i in torch.unravel_index(torch.tensor(int(place)), ratio.shape)]
+    numbers = f"got {is_:.9g}, exact {should:.9g}, allowed error {may:.3g}"
+    return largest, f"{name}{index}: {numbers}; {int(outside)} elements outside"
 
 
 def compare(

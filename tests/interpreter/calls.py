@@ -50,7 +50,7 @@ class Guarded:
         bits = self.base.view(kind)
         same = bits == poison
         inside = same.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset() - self.base.storage_offset())
-        inside[written] = True
+        inside.logical_or_(written.view(-1, *[1] * (inside.dim() - 1)))
         return bool(same.all())
 
 
@@ -163,20 +163,20 @@ def suffix_arguments(a: dict[str, Any]) -> dict[str, Any]:
     """The call that sees the drafts alone, without sinks: prefixes of length 0 and a table of the drafts' slots."""
     a = one_table(a)
     counts, device = _counts(a), a["q"].device
-    table = torch.full((len(counts), max((w for _, w in counts), default=0) + 1), -1, dtype=torch.int32, device=device)
-    tree, shift = [], []
-    for r, (n, w) in enumerate(counts):
-        table[r, :w] = a["table"][r, n : n + w]
-        shift.append(torch.full((w,), n, device=device))
-        if a.get("mask") is not None and a["mask_layout"] == "full_mask":
-            at = int(a["mask_offsets"][r])
-            tree.append(a["mask"][at : at + w * (n + w)].view(w, n + w)[:, n:].reshape(-1))
+    lens = a["prefix_lens"].long()
+    index = torch.arange(max((w for _, w in counts), default=0) + 1, device=device)
+    own = a["table"].gather(1, (lens[:, None] + index).clamp(max=a["table"].shape[1] - 1))
+    widths = torch.tensor([w for _, w in counts], device=device)
+    table = own.masked_fill(index >= widths[:, None], -1)
     changes: dict[str, Any] = {"prefix_lens": torch.zeros_like(a["prefix_lens"]), "table": table, "sinks": None}
     if a.get("positions") is not None:
-        changes["positions"] = a["positions"][: sum(w for _, w in counts)] - torch.cat(shift)
-    if tree:
-        sizes = torch.tensor([0, *(len(one) for one in tree)]).cumsum(0)
-        changes |= {"mask": torch.cat(tree), "mask_offsets": sizes.to(device)}
+        shift = torch.cat([torch.full((w,), n) for n, w in counts] or [torch.zeros(0)])
+        changes["positions"] = a["positions"][: len(shift)] - shift.to(device, a["positions"].dtype)
+    if counts and a.get("mask") is not None and a["mask_layout"] == "full_mask":
+        starts = a["mask_offsets"].tolist()
+        blocks = [a["mask"][at : at + w * (n + w)].view(w, n + w)[:, n:] for at, (n, w) in zip(starts, counts, strict=False)]
+        sizes = torch.tensor([0, *(w * w for _, w in counts)]).cumsum(0)
+        changes |= {"mask": torch.cat([block.reshape(-1) for block in blocks]), "mask_offsets": sizes.to(device)}
     return {**a, **changes}
 
 

@@ -1,7 +1,7 @@
 """Runs the kernel of `specialized_kernel.py` on a CPU: as much of Gluon as it uses, which Triton's interpreter does not know.
 
 The kernel's own functions run, as Python, over globals in which Gluon's names stand for what is written here. Layouts mean
-nothing, and programs run one after the other; the partitions of a program run by turns, in an order that a seed draws. What a
+nothing, and programs run one after the other, in an order that a seed draws; so do the partitions of a program, by turns. What a
 GPU leaves to chance goes wrong here:
 
 - Shared memory starts as NaN. A copy makes its place NaN when it is issued, and fills it some time after the producer's
@@ -26,7 +26,7 @@ import torch
 from sglang_specverify.kernels.launch import Launch
 
 from .gluon_memory import Barrier, Memory, Partition, Product, Shared
-from .gluon_tensors import LANGUAGE, Buffer, Fault, Layout, Pointer, Tensor, poison
+from .gluon_tensors import LANGUAGE, Buffer, Fault, Layout, Pointer, Tensor, atomic_add, poison
 
 
 class Deadlock(Fault):
@@ -41,7 +41,11 @@ def run(launch: Launch, *, seed: int = 0, program: type[Program] | None = None) 
     """Run a launch of a Gluon kernel on CPU tensors; `seed` draws the order in which partitions run."""
     assert launch.grid[1:] == (1, 1)
     pointers = {name: Pointer(Buffer(name, x)) for name, x in launch.arguments.items() if isinstance(x, torch.Tensor)}
-    for pid in range(launch.grid[0]):
+    pids = list(range(launch.grid[0]))
+    if seed:
+        # Whoever comes last combines the parts of a prefix.
+        random.Random(seed).shuffle(pids)
+    for pid in pids:
         (program or Program)(launch, pid, random.Random(f"{seed} {pid}")).run(
             {**launch.arguments, **pointers, **launch.constants}
         )
@@ -65,8 +69,12 @@ class Program:
 
     def names(self, module: dict[str, Any]) -> dict[str, Any]:
         """The globals of a kernel's module with Gluon's names and its own functions on what is here."""
-        names = dict(module)
-        for name, value in module.items():
+        names: dict[str, Any] = {}
+        for value in module.values():
+            # What a function of another module uses there.
+            names |= getattr(getattr(value, "fn", None), "__globals__", {})
+        names |= module
+        for name, value in list(names.items()):
             function = getattr(value, "fn", None)
             if isinstance(function, FunctionType):
                 names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
@@ -76,12 +84,14 @@ class Program:
         gl.program_id = lambda axis: Tensor(torch.tensor(self.pid, dtype=torch.int32))
         gl.num_programs = lambda axis: Tensor(torch.tensor(self.launch.grid[0], dtype=torch.int32))
         gl.allocate_shared_memory, gl.store, gl.warp_specialize = self.allocate, self.store, self.specialize
+        gl.atomic_add = self.atomic_add
         names |= {
             "range": self.range,
             "gl": gl,
             "mbarrier": SimpleNamespace(MBarrierLayout=Layout, init=self.init, wait=self.wait, arrive=self.arrive),
             "async_copy": SimpleNamespace(async_copy_global_to_shared=self.copy, mbarrier_arrive=self.copies_arrive),
             "fence_async_shared": self.fence,
+            "barrier": self.switch,
             "warpgroup_mma": self.product,
             "warpgroup_mma_wait": self.product_wait,
         }
@@ -97,6 +107,11 @@ class Program:
 
     def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
         pointer.write(value, mask, 1 + 64 * self.pid + self.own.number)
+
+    def atomic_add(self, pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
+        before = atomic_add(pointer, value, sem, scope)
+        self.switch()
+        return before
 
     def init(self, barrier: Shared, count: int) -> None:
         assert barrier.place is not None

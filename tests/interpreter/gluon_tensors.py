@@ -135,7 +135,15 @@ class Pointer:
         self.buffer.flat[at] = values[live]
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tensor:
+def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
+    """Add to one element; what it held before."""
+    at = pointer.buffer.check(pointer.at)
+    before = pointer.buffer.flat[at].clone()
+    pointer.buffer.flat[at] += raw(value)
+    return Tensor(before)
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tensor:
     return Tensor(pointer.read(mask, other))
 
 

@@ -37,16 +37,20 @@ def block_n(a: dict[str, Any]) -> int:
     return plan_for(a, divide=True).shape.config.block_n
 
 
-def divided(a: dict[str, Any], starts: Sequence[Sequence[int]], *, order: Sequence[int] | None = None) -> Plan:
+def divided(
+    a: dict[str, Any], starts: Sequence[Sequence[int]], *, order: Sequence[int] | None = None, kernel: str = "fused"
+) -> Plan:
     """A plan in which the prefix of request r is divided at `starts[r]`, which begins with 0; the last part ends at L.
 
-    Two equal starts make an empty part. `order`: the items' places, which is the order in which the interpreter runs them.
+    Two equal starts make an empty part, which the specialised kernel does not know. `order`: the items' places, which is the
+    order in which the interpreter runs them.
     """
     lens = a["prefix_lens"].tolist()
     count = sum(len(one) for one in starts)
-    shape = plan_for(a, divide=True).shape
+    shape = plan_for(a, divide=True, kernel=kernel).shape
     # Room for all of them: there are bs + slots items and 2 slots partial results at the most.
-    plan = plan_for(a, divide=True, programs=max(shape.programs, (count + 1) * shape.row_tiles * shape.kv_heads))
+    programs = max(shape.programs, (count + 1) * shape.row_tiles * shape.kv_heads)
+    plan = plan_for(a, divide=True, programs=programs, kernel=kernel)
     words = items(plan)
     # What an item says of its request beside its part, from the planner's own.
     of_request = {int(word[0]): word.clone() for word in words if word[0] >= 0}
@@ -60,6 +64,7 @@ def divided(a: dict[str, Any], starts: Sequence[Sequence[int]], *, order: Sequen
         partial += len(own) if len(own) > 1 else 0
     assert len(rows) <= plan.capacity and partial <= plan.shape.partials(plan.batch)
     words[:, 0] = -1
+    plan.buffer[plan.items_at] = count
     for place, row in zip(order or range(count), rows, strict=True):
         words[place] = row
     return plan

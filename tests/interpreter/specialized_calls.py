@@ -11,7 +11,9 @@ import torch
 
 from sglang_specverify.kernels import verify_attention
 from sglang_specverify.kernels.arguments import VerifyArguments, check_verify
+from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of
+from sglang_specverify.kernels.plan import Plan
 from sglang_specverify.kernels.run import config_of, own_plan
 from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
 from tests.kernels.cases import Config
@@ -31,7 +33,7 @@ BASE = Config(
 #: Keys of a tile, and places in the rings of keys and values, that fit into shared memory; by head dim.
 CONFIGS = {64: [(64, 2), (64, 4), (128, 2), (128, 3)], 128: [(64, 2), (64, 3), (128, 2)]}
 
-_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(verify_attention).parameters.items()}
+DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(verify_attention).parameters.items()}
 
 
 def build(c: Config, device: str, *, strided: bool = False) -> dict[str, Any]:
@@ -49,27 +51,46 @@ def build(c: Config, device: str, *, strided: bool = False) -> dict[str, Any]:
 
 
 def launch_of(
-    a: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None, config: tuple[int, int] | None = None, programs: int = 2
-) -> Launch:
-    """The kernel's launch, with the step's masks packed. `config`: keys of a tile and stages, those of the table where None."""
-    wanted = {field.name: a.get(field.name, _DEFAULTS[field.name]) for field in fields(VerifyArguments)}
+    a: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None, config: tuple[int, int] | None = None, programs: int = 2,
+    *, split: Plan | int | None = None,
+) -> Launch:  # fmt: skip
+    """The kernel's launch, with the step's masks packed.
+
+    Args:
+        config: keys of a tile and stages, those of the table where None.
+        split: the plan that divides its prefixes, or programs for which one is made; None divides nothing.
+    """
+    wanted = {field.name: a.get(field.name, DEFAULTS[field.name]) for field in fields(VerifyArguments)}
     call = VerifyArguments(**{**wanted, "out": out, "lse": lse})
     problem = check_verify(call)
     assert refusal(call, problem, ARCH) is None
     arch = arch_of(problem.device)
-    plan, before = own_plan(call, problem, config_of("fused", arch, problem, a["k_cache"].dtype, a["q"].dtype), divide=False)
-    for launch in before:
-        launch.run()
-    chosen = config_of("specialized", ARCH, problem, a["k_cache"].dtype, a["q"].dtype)
+    chosen = config_of("specialized", ARCH, problem, a["k_cache"].dtype, a["q"].dtype, split=split is not None)
     if config is not None:
         chosen = LaunchConfig(128, config[0], 4, config[1], max_registers=128)
-    return specialized_launch(call, problem, out, lse, chosen, programs=programs, plan=plan)
+    if isinstance(split, Plan):
+        plan: Plan | None = split
+    elif split is not None:
+        plan, before = own_plan(call, problem, chosen, divide=True, programs=split, kernel="specialized")
+        before[0].run()
+    else:
+        fused = config_of("fused", arch, problem, a["k_cache"].dtype, a["q"].dtype)
+        plan, before = own_plan(call, problem, fused, divide=False)
+        for launch in before:
+            launch.run()
+    divided = None
+    if split is not None:
+        assert plan is not None
+        # NaN in every part that nobody writes, and zeros in the counters.
+        scratch = torch.full((plan.shape.workspace_bytes(plan.batch),), 255, dtype=torch.uint8, device=problem.device)
+        divided = split_of(plan, scratch, problem.device)
+    return specialized_launch(call, problem, out, lse, chosen, programs=programs, plan=plan, split=divided)
 
 
 def check(
     a: dict[str, Any], *, config: tuple[int, int] | None = None, programs: int | None = None, strided: bool = False,
     lse_layout: str | None = "rows", seed: int = 0, program: type[gluon_cpu.Program] | None = None,
-    alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None, split: Plan | int | None = None, parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Run a call into poisoned, guarded outputs and compare: the public one on a GPU, unless a launch of its own is asked for.
 
@@ -77,6 +98,8 @@ def check(
         strided: gaps after the heads and rows of out.
         lse_layout: None for no LSE.
         alter: gives, from the arguments of the launch, some in their place.
+        split: as in `launch_of`.
+        parts: the most parts of a prefix, for the bounds.
 
     Raises:
         AssertionError: an element outside its bound, or a row or a byte written that belongs to nobody.
@@ -86,17 +109,17 @@ def check(
     wide = guarded(rows, heads + strided, dim + 16 * strided, q.dtype, device, strided=False)
     out = Guarded(wide.base, wide.view[:, :heads, 16 * strided :])
     lse = guarded_lse(rows, heads, device, layout=lse_layout) if lse_layout else None
-    if device == "cuda" and not (config or programs or alter):
+    if device == "cuda" and not (config or programs or alter or split):
         call(a, variant="specialized", out=out.view, lse=lse.view if lse else None)
     else:
-        launch = launch_of(a, out.view, lse.view if lse else None, config, programs or 2)
+        launch = launch_of(a, out.view, lse.view if lse else None, config, programs or 2, split=split)
         if alter is not None:
             launch = replace(launch, arguments=launch.arguments | alter(launch.arguments))
         if device == "cuda":
             launch.run()
         else:
             gluon_cpu.run(launch, seed=seed, program=program)
-    compare(a, out.view, lse.view if lse else None)
+    compare(a, out.view, lse.view if lse else None, splits=parts)
     real = own_rows(a)
     assert out.untouched(real), "out was written where no request has a row"
     assert lse is None or lse.untouched(real), "lse was written where no request has a row"

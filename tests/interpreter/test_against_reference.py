@@ -86,6 +86,16 @@ def test_softcap_and_sinks(device: str, kind: str, softcap: float, sinks: bool) 
     check(build(SMALL.but(**KINDS[kind], softcap=softcap, sinks=sinks, sm_scale=1.0), device))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("kind", ["chain", "branches"])
+def test_sinks_of_each_type(device: str, kind: str, dtype: torch.dtype) -> None:
+    """As a model holds them: they are read as they are, and computed with in FP32."""
+    a = build(SMALL.but(**KINDS[kind], sinks=True), device)
+    # About as large as the denominators, and far from what a type of 16 bits holds of them times log2(e).
+    a["sinks"] = (a["sinks"] + 2.3).to(dtype)
+    check(a)
+
+
 @pytest.mark.parametrize("scale", [1.0, -0.5, 0.0, "scalar", "heads"])
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales(device: str, name: str, scale: Any) -> None:

@@ -95,6 +95,13 @@ def test_head_dims_that_differ(device: str, dim: int, v_dim: int, cache: torch.d
     check(Case(seed=3, head_dim=dim, v_head_dim=v_dim, cache_type=cache, k_scale=0.5, v_scale=2.0, prefix="mixed"), device)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sinks_of_16_bits(device: str, dtype: torch.dtype) -> None:
+    a = build(Case(seed=4, lens=(3, 1, 2), depth=3, sinks=True))
+    a["sinks"] = (a["sinks"] + 2.3).to(dtype)
+    assert_close(*run(a, device), exact(a))
+
+
 @pytest.mark.parametrize("depth", [32, 33, 100, 256])
 def test_deep_trees(device: str, depth: int) -> None:
     check(Case(seed=4, lens=(depth, 1, depth - 1), depth=depth, holes=True, sinks=True), device)

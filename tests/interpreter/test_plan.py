@@ -219,6 +219,23 @@ def test_undivided_for_layers_of_other_windows(device: str, kind: str, determini
     assert not seen
 
 
+def test_deterministic_plans_that_divide_nothing_need_no_scratch(device: str) -> None:
+    """More than 256 rows of a KV head, of a prefix that fewer rows would divide."""
+    config, sizes = LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=1), {}
+    for width in (128, 129):
+        c = Config(
+            seed=2, prefix_lens=(1100,), widths=width, q_heads=2, head_dim=16, v_head_dim=16, q_dtype=torch.bfloat16,
+            cache_dtype=torch.bfloat16,
+        )  # fmt: skip
+        a = to_device(verify_call(c), device) | {"deterministic": True}
+        plan = plan_for(a, config=config)
+        sizes[width] = plan.shape.workspace_bytes(plan.batch)
+        assert max(check_parts(plan, [1100], -1).values()) == (2 if width == 128 else 1)
+    assert sizes[128] > 0 and sizes[129] == 0
+    for workspace in (None, torch.empty(0, dtype=torch.uint8, device=device)):
+        check(a, variant="auto", plan=plan, workspace=workspace)
+
+
 def test_undivided_launches_as_a_plan_that_divides_nothing(device: str) -> None:
     a = build("chain", device, (700, 30))
     assert plan_for(a, divide=True).undivided().shape.config == plan_for(a, divide=False).shape.config

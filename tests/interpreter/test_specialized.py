@@ -97,7 +97,8 @@ def test_sinks_and_scales(device: str, lse: str | None, kind: str) -> None:
     a = build(BASE.but(kind=kind, sinks=True, sm_scale=1.0, k_scale=0.5, v_scale=-1.5), device)
     # Some far above every score and some far below.
     a["sinks"] = a["sinks"] + torch.tensor([20.0, -20.0, 0.0, 5.0] * 2, device=device)
-    check(a, lse_layout=lse)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(a | {"sinks": a["sinks"].to(dtype)}, lse_layout=lse)
 
 
 @pytest.mark.parametrize("w", [1, 2, 63, 64, 65, 128, 129])

@@ -91,7 +91,7 @@ SUFFIX_REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "v_scale": ({"v_scale": math.nan}, "v_scale", "nan"),
     "sm_scale": ({"sm_scale": math.inf}, "sm_scale", "inf"),
     "softcap": ({"softcap": -1.0}, "softcap", "-1.0"),
-    "sinks type": ({"sinks": torch.zeros(4, dtype=torch.bfloat16)}, "sinks", "bfloat16"),
+    "sinks type": ({"sinks": torch.zeros(4, dtype=torch.float64)}, "sinks", "float64"),
     "sinks heads": ({"sinks": torch.zeros(2)}, "sinks", "[2]"),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.kernels import VARIANTS
 from sglang_specverify.kernels.launch import arch_of
 from sglang_specverify.kernels.specialized import ARCH
-from sglang_specverify.kernels.variants import VariantFacts, choose_variant
+from sglang_specverify.kernels.variants import SPECIALIZED, VariantFacts, choose_variant
 from tests.kernels.cases import Config, build_draft, build_verify
 
 from .bounds import compare
@@ -30,8 +30,9 @@ LAUNCHES = {
     "reference": [],
     "fused": ["verify_attention_kernel"],
     "fused_split": ["plan_kernel", "verify_attention_kernel"],
-    # On the one architecture that has it; `test_specialized.py` runs it everywhere.
+    # On the one architecture that has it; `test_specialized.py` and `test_specialized_split.py` run it everywhere.
     "specialized": ["specialized_kernel"],
+    "specialized_split": ["plan_kernel", "specialized_kernel"],
 }
 
 
@@ -44,7 +45,7 @@ def test_every_variant_is_tested_here() -> None:
     assert set(LAUNCHES) == set(VARIANTS)
 
 
-@pytest.mark.parametrize("variant", [name for name in LAUNCHES if name != "specialized"])
+@pytest.mark.parametrize("variant", [name for name in LAUNCHES if name not in SPECIALIZED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_named_variant_is_the_one_that_runs(device: str, kind: str, variant: str) -> None:
     a = build(kind, device)
@@ -61,16 +62,18 @@ def test_a_named_variant_is_the_one_that_runs(device: str, kind: str, variant: s
         assert seen[-1].constants["MERGE"] is False
 
 
-def test_the_specialised_variant_runs_on_its_hardware_and_is_refused_elsewhere(device: str) -> None:
+@pytest.mark.parametrize("variant", SPECIALIZED)
+def test_the_specialised_variant_runs_on_its_hardware_and_is_refused_elsewhere(device: str, variant: str) -> None:
     a = build("chain", device, head_dim=64, v_head_dim=64)
     arch = arch_of(torch.device(device))
     with launches() as seen:
         if arch == ARCH:
-            check(a, variant="specialized")
-            assert names(seen) == LAUNCHES["specialized"]
+            check(a, variant=variant, splits=8)
+            assert names(seen) == LAUNCHES[variant]
+            assert seen[-1].constants["SPLIT"] is (variant == "specialized_split")
             return
-        with pytest.raises(SpecverifyError, match=f"variant specialized cannot serve this call: it is written for {ARCH}"):
-            call(a, variant="specialized")
+        with pytest.raises(SpecverifyError, match=f"variant {variant} cannot serve this call: it is written for {ARCH}"):
+            call(a, variant=variant)
     assert seen == []
 
 
@@ -204,7 +207,7 @@ def test_the_comparison_does_not_depend_on_the_variant(device: str) -> None:
     """All variants of one call lie within the same bounds of the same numbers."""
     a = build("qlen_only", device)
     # The specialised one takes no head dim of 16; `test_specialized.py` holds it to the same bounds.
-    results = {variant: call(a, variant=variant) for variant in VARIANTS if variant != "specialized"}
+    results = {variant: call(a, variant=variant) for variant in VARIANTS if variant not in SPECIALIZED}
     for out, lse in results.values():
         compare(a, out, lse, splits=8)
     assert not torch.equal(results["fused"][1], results["reference"][1]), "two implementations, not one under two names"

@@ -78,7 +78,7 @@ COMMON = {
     "window: -2": ("window", lambda a: -2, "at least -1"),
     "softcap: negative": ("softcap", lambda a: -1.0, "at least 0"),
     "softcap: NaN": ("softcap", lambda a: float("nan"), "finite"),
-    "sinks: bf16": ("sinks", lambda a: torch.zeros(4, dtype=torch.bfloat16), "bfloat16"),
+    "sinks: FP64": ("sinks", lambda a: torch.zeros(4, dtype=torch.float64), "float64"),
     "sinks: KV heads": ("sinks", lambda a: torch.zeros(2), "[4]"),
     "k_scale: shape": ("k_scale", lambda a: torch.ones(4), "[2]"),
     "k_scale: infinite": ("k_scale", lambda a: float("inf"), "finite"),

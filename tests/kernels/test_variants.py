@@ -33,7 +33,7 @@ GPU = VariantFacts(device="cuda", programs=8, fill=132, longest=1 << 20)
         ({"divided": False, "rows": 512, "specialized": None}, "specialized", "the plan divides nothing; 512 rows"),
         ({"divided": True, "rows": 512, "specialized": None}, "fused_split", "the plan divides prefixes"),
         ({"deterministic": True, "rows": 512, "specialized": None}, "fused_split", "deterministic"),
-        ({"programs": 66, "rows": 512, "specialized": None}, "fused_split", "66 programs"),
+        ({"programs": 66, "rows": 512, "specialized": None}, "specialized_split", "66 programs"),
     ],
 )
 def test_auto(changes: dict[str, object], name: str, reason: str) -> None:

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 
 from sglang_specverify.flags import Flags
-from sglang_specverify.hardware import NO_GPU, from_name
+from sglang_specverify.hardware import NO_GPU, Hardware, from_name
 from sglang_specverify.routing import CallFacts, Decision, LayerFacts, LayerKind, Mode, ServerFacts, decide, require
 from sglang_specverify.routing.tree import (
-    BATCHED_CONTEXT,
     FEW_ROWS,
     SHORT_CONTEXT,
     SPECIALIZED_CONTEXT,
     TreeFacts,
-    alone_from,
     refuse_tile,
 )
 
 LAYER = LayerFacts(LayerKind.FULL, 32, 8, 128, 128)
 WINDOW = replace(LAYER, kind=LayerKind.WINDOW, window=127)
-TREE = ServerFacts("fa3", "EAGLE3", 16, 8, 64, context=40960)
+TREE = ServerFacts("fa3", "EAGLE3", 16, 8, 64, context=131072)
 CHAIN = replace(TREE, topk=1, num_steps=3, num_draft_tokens=4)
 H200 = from_name("sm_90")
 CLAIMED = (Mode.TARGET_VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND)
@@ -75,7 +73,8 @@ def test_everything_over_triton(server: ServerFacts, mode: Mode, hardware: str) 
     server = replace(server, base="triton")
     for layer in (LAYER, WINDOW):
         decision = ask(mode, server, layer, from_name(hardware))
-        assert decision.kernel == "fused"
+        wide = hardware == "sm_90" and mode is Mode.TARGET_VERIFY and layer is LAYER and server.topk > 1
+        assert decision.kernel == ("specialized" if wide else "fused")
         assert "triton lies underneath" in refusal(decision, "prefix_tile") or mode is not Mode.TARGET_VERIFY or layer is WINDOW
 
 
@@ -127,7 +126,8 @@ def test_unknown_arguments(argument: str) -> None:
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2"])
 def test_caches(cache: str) -> None:
     for base in ("fa3", "triton"):
-        assert ask(server=replace(TREE, base=base, kv_cache_dtype=cache), tree_kernel="fused").kernel == "fused"
+        one = ask(server=replace(TREE, base=base, kv_cache_dtype=cache), tree_kernel="fused")
+        assert one.kernel == ("fused" if "8" in cache else "specialized")
     tile = ask(server=replace(TREE, kv_cache_dtype=cache))
     assert tile.kernel == ("fused" if "e5m2" in cache else "prefix_tile"), "FA3 reads e4m3 alone"
 
@@ -144,17 +144,18 @@ def test_the_tile_over_fa4() -> None:
 
 def test_the_flag_chooses_the_kernel_of_trees() -> None:
     one = ask(tree_kernel="fused")
-    assert one.kernel == "fused"
+    assert one.kernel == "specialized"
+    assert ask(server=replace(TREE, num_draft_tokens=16), tree_kernel="fused").kernel == "fused"
     assert "SGLANG_SPECVERIFY_TREE_KERNEL=fused" in refusal(one, "prefix_tile")
     short = replace(TREE, context=512)
-    assert ask(server=short).kernel == "fused"
+    assert ask(server=short).kernel == "specialized"
     assert ask(server=short, tree_kernel="tile").kernel == "prefix_tile"
 
 
 @pytest.mark.parametrize(
     ("server", "layer", "kernel"),
     [
-        ({}, {}, "fused"),
+        ({}, {}, "specialized"),
         ({"context": SPECIALIZED_CONTEXT + 1}, {}, "prefix_tile"),
         ({"kv_cache_dtype": "fp8_e4m3"}, {}, "prefix_tile"),
         ({}, {"head_dim": 256, "v_head_dim": 256}, "prefix_tile"),
@@ -164,63 +165,59 @@ def test_the_flag_chooses_the_kernel_of_trees() -> None:
     ],
 )
 def test_specialised_warps_make_longer_contexts_short(server: dict[str, Any], layer: dict[str, Any], kernel: str) -> None:
-    """Where that kernel does not take a layer, 8192 tokens are not short."""
+    """Where that kernel does not take a layer, 40960 tokens are not short."""
     wide = replace(TREE, num_draft_tokens=64, context=SPECIALIZED_CONTEXT)
     full = replace(LAYER, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
     assert ask(server=replace(wide, **server), layer=replace(full, **layer)).kernel == kernel
 
 
-WIDE = replace(TREE, num_draft_tokens=64)
-SM90 = replace(H200, multiprocessors=132)
-
-
-def test_large_batches_go_to_the_one_kernel() -> None:
-    """W 64 with 4 query heads for each of 8 KV heads: 16 tiles a request, of which 5 requests fill more than half of 132."""
-    decision = ask(server=WIDE, hardware=SM90)
-    assert decision.kernel == "prefix_tile" and decision.alone_from == 5
-    assert "from 5 requests on in one kernel" in decision.reason
-    assert decision.at(4) is decision and decision.at(0) is decision
-    large = decision.at(5)
-    assert large.kernel == "fused" and large.served and large.claimed and "from 5 requests on" in large.reason
-    assert large.at(9) is large
-
-
 @pytest.mark.parametrize(
-    ("server", "layer", "hardware", "flags"),
+    ("mode", "server", "layer", "machine", "reason"),
     [
-        ({"context": BATCHED_CONTEXT + 1}, {}, {}, {}),
-        ({"context": 0}, {}, {}, {}),
-        ({"kv_cache_dtype": "fp8_e4m3"}, {}, {}, {}),
-        ({}, {"head_dim": 256, "v_head_dim": 256}, {}, {}),
-        ({}, {}, {"multiprocessors": 0}, {}),
-        ({}, {}, {}, {"tree_kernel": "tile"}),
+        (Mode.TARGET_VERIFY, {"kv_cache_dtype": "fp8_e4m3"}, {}, H200, "does not read a fp8_e4m3 cache"),
+        (
+            Mode.TARGET_VERIFY,
+            {"base": "triton"},
+            {"window": 100, "kind": LayerKind.WINDOW},
+            H200,
+            "does not know layers of sliding window",
+        ),
+        (Mode.TARGET_VERIFY, {}, {"head_dim": 256, "v_head_dim": 256}, H200, "head dims 256 and 256"),
+        (Mode.TARGET_VERIFY, {}, {"head_dim": 128, "v_head_dim": 64}, H200, "head dims 128 and 64"),
+        (Mode.TARGET_VERIFY, {}, {"softcap": 30.0}, H200, "it does not cap scores"),
+        (Mode.TARGET_VERIFY, {"num_draft_tokens": 16}, {}, H200, "64 query rows for each KV head fill no tile"),
+        (Mode.TARGET_VERIFY, {"deterministic": True}, {}, H200, "deterministic inference"),
+        (Mode.TARGET_VERIFY, {"base": "triton"}, {}, from_name("B200"), "written for sm_90, and this is SM100"),
+        (Mode.DRAFT_DECODE, {}, {}, H200, "does not serve draft_decode"),
     ],
 )
-def test_where_batches_of_any_size_keep_the_tile(
-    server: dict[str, Any], layer: dict[str, Any], hardware: dict[str, Any], flags: dict[str, Any]
+def test_what_specialised_warps_refuse(
+    mode: Mode, server: dict[str, Any], layer: dict[str, Any], machine: Hardware, reason: str
 ) -> None:
-    decision = ask(server=replace(WIDE, **server), layer=replace(LAYER, **layer), hardware=replace(SM90, **hardware), **flags)
-    assert decision.kernel == "prefix_tile" and decision.alone_from is None
-    assert decision.at(1000) is decision
+    wide = replace(TREE, num_draft_tokens=64, context=SPECIALIZED_CONTEXT)
+    full = replace(LAYER, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
+    assert ask(server=wide, layer=full).kernel == "specialized"
+    decision = ask(mode, replace(wide, **server), layer=replace(full, **layer), hardware=machine)
+    assert decision.kernel != "specialized"
+    assert reason in refusal(decision, "specialized")
 
 
-@pytest.mark.parametrize(("width", "kv_heads", "least"), [(64, 8, 5), (128, 8, 3), (64, 1, 34), (33, 8, 5), (256, 8, 2)])
-def test_the_batch_whose_tiles_fill_the_device(width: int, kv_heads: int, least: int) -> None:
-    facts = replace(FACTS, width=width, specialized=True)
-    found = alone_from(facts, kv_heads, 132)
-    assert found == least
-    tiles = -(-width * facts.group // 128) * kv_heads
-    assert 2 * tiles * found > 132 >= 2 * tiles * (found - 1)
-    assert alone_from(replace(facts, specialized=False), kv_heads, 132) is None
-    assert alone_from(replace(facts, deterministic=True), kv_heads, 132) is None
+def test_wide_chains_over_triton_go_to_specialised_warps() -> None:
+    full = replace(LAYER, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128)
+    chain = replace(CHAIN, base="triton", num_steps=16, num_draft_tokens=17)
+    assert ask(server=chain, layer=full).kernel == "specialized"
+    assert ask(server=replace(chain, num_steps=15, num_draft_tokens=16), layer=full).kernel == "fused"
+    assert "SGLANG_ENABLE_SPLITKV_VERIFY=0" in refusal(
+        ask(server=replace(chain, splitkv_verify=False), layer=full), "specialized"
+    )
 
 
 def test_what_the_specialised_kernel_takes_is_said_twice_alike() -> None:
     from sglang_specverify.kernels import specialized, variants
     from sglang_specverify.routing import tree
 
-    said = tree.SPECIALIZED_ARCH, tree.SPECIALIZED_HEAD_DIMS, tree.SPECIALIZED_ROWS, tree.SPECIALIZED_TILE
-    assert said == (specialized.ARCH, specialized.HEAD_DIMS, variants.FEW_ROWS, specialized.BLOCK_M)
+    said = tree.SPECIALIZED_ARCH, tree.SPECIALIZED_HEAD_DIMS, tree.SPECIALIZED_ROWS
+    assert said == (specialized.ARCH, specialized.HEAD_DIMS, variants.FEW_ROWS)
 
 
 def test_the_gathered_suffix() -> None:
@@ -234,7 +231,7 @@ def test_the_gathered_suffix() -> None:
         (replace(TREE, base="triton"), LAYER, "triton lies underneath"),
     ):
         decision = ask(server=server, layer=layer, tree_kernel="gather")
-        assert decision.kernel in ("prefix_tile", "fused")
+        assert decision.kernel in ("prefix_tile", "specialized")
         assert reason in refusal(decision, "prefix_gather")
     deep = replace(TREE, num_steps=63, num_draft_tokens=128)
     assert ask(server=deep, tree_kernel="gather").kernel == "prefix_gather"
@@ -247,7 +244,7 @@ def test_sglangs_own_switch_for_chains() -> None:
     assert not decision.served
     assert "SGLANG_ENABLE_SPLITKV_VERIFY=0" in decision.reason
     assert ask(Mode.DRAFT_DECODE, off).kernel == "fused"
-    assert ask(server=replace(TREE, base="triton", splitkv_verify=False)).kernel == "fused"
+    assert ask(server=replace(TREE, base="triton", splitkv_verify=False)).kernel == "specialized"
 
 
 def test_ngram_of_breadth_one_is_a_tree() -> None:
@@ -283,7 +280,6 @@ FACTS = TreeFacts("sm_90", 64, 4, 40960, deterministic=False)
         (replace(FACTS, width=FEW_ROWS // 4), "are few"),
         (replace(FACTS, deterministic=True), "deterministic"),
         (replace(FACTS, arch="sm_100"), "measured on SM90 alone"),
-        (replace(FACTS, specialized=True), None),
         (replace(FACTS, specialized=True, context=SPECIALIZED_CONTEXT + 1), None),
         (replace(FACTS, specialized=True, context=SPECIALIZED_CONTEXT), "is short"),
         (replace(FACTS, specialized=True, context=0), None),

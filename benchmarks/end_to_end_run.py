@@ -1,0 +1,113 @@
+"""One call of `benchmarks.end_to_end`: what it shall do, how much time is left, and what it has found so far."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import end_to_end_plan as plan
+from benchmarks import record, shapes
+from benchmarks.engines import Engine, Setup
+from sglang_specverify.errors import SpecverifyError
+
+HOW = {
+    "weights": "made up (--load-format dummy); speed depends on shapes only",
+    "accept_length": "simulated: every verify step of every arm yields 3 tokens (SGLANG_SIMULATE_ACC_LEN)",
+    "timing": "tokens of all answers over the longest request latency by the server's clock; a batch is one message",
+    "prefix": "prompts come from the prefix cache, which the warm-up round filled: what is timed is decoding",
+    "order": "the arms of a cell in turn, each repetition starting with another one; one warm-up round of the same cell before",
+    "ms_per_step": "request latency over verify steps: drafting, and extending by the last prompt token, included",
+}
+
+
+class Clock:
+    """How much of the time is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    def has(self, seconds: float) -> bool:
+        return self.left() >= seconds
+
+
+@dataclass
+class Run:
+    """State of the call. Saving asks the driver for its version, so it is done once for a cell."""
+
+    shape: shapes.Shape
+    arms: Sequence[str]
+    repetitions: int
+    clock: Clock
+    start_limit: float
+    out: Path
+    root: Path
+    settings: dict[str, Any]
+    logs: Path | None = None
+    context_length: int | None = None
+    accept_length: float = 3.0
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    engines: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+
+    def save(self) -> None:
+        results = {"kind": "end to end", "how": HOW, "settings": self.settings, "earlier": self.earlier}
+        record.write(self.out, {**results, "engines": self.engines, "cells": self.cells})
+
+    def say(self, text: str) -> None:
+        print(f"[{max(self.clock.left(), 0):5.0f} s left] {text}", flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.cells = plan.merged(self.cells, row)
+        self.save()
+
+    def open_cells(self, chosen: plan.Scenario, stock: str, wanted: Sequence[plan.Cell]) -> list[plan.Cell]:
+        done = {plan.key(row) for row in self.cells if plan.is_done(row)}
+        return [cell for cell in wanted if plan.key(self.row(chosen, stock, cell)) not in done]
+
+    def row(self, chosen: plan.Scenario, stock: str, cell: plan.Cell) -> dict[str, Any]:
+        speculation = chosen.speculation and asdict(chosen.speculation)
+        what = {"shape": self.shape.name, "scenario": chosen.name, "stock": stock, **asdict(cell)}
+        return {**what, "speculation": speculation, "page_size": chosen.page_size, "under_pressure": chosen.under_pressure}
+
+    def engine(self, chosen: plan.Scenario, arm: str, wanted: Sequence[plan.Cell]) -> Engine:
+        """An engine that serves all wanted cells, measured already or not: a resumed run has the same engines."""
+        model, draft = self.shape.write(self.root)
+        most = max(cell.concurrency for cell in wanted)
+        setup = Setup(
+            arm=arm,
+            model=model,
+            draft=draft if chosen.speculation else None,
+            speculation=chosen.speculation,
+            pool_tokens=plan.pool_tokens(chosen, wanted),
+            page_size=chosen.page_size,
+            graph_sizes=tuple(sorted({*(cell.concurrency for cell in wanted), *((8, 16, 24) if chosen.under_pressure else ())})),
+            max_requests=most,
+            context_length=self.context_length,
+            accept_length=self.accept_length,
+            # Let every request in, so that the pool runs out while they decode.
+            extra=("--schedule-conservativeness", "0.05") if chosen.under_pressure else (),
+        )
+        log = None if self.logs is None else self.logs / f"{chosen.name}-{arm}.log"
+        return Engine(setup, log)
+
+    def note(self, chosen: plan.Scenario, stock: str, engine: Engine, found: dict[str, Any]) -> None:
+        """Remember what one engine was, and what it said or why it failed; the next `save` writes it."""
+        who = {"shape": self.shape.name, "scenario": chosen.name, "stock": stock, "arm": engine.setup.arm}
+        others = [row for row in self.engines if any(row[name] != value for name, value in who.items())]
+        self.engines = [*others, {**who, "setup": engine.setup.as_dict(), **found}]
+
+    def load(self, file: Path) -> None:
+        """Take over what an earlier call found."""
+        before = json.loads(file.read_text())
+        if before["settings"]["shape"] != self.shape.name:
+            raise SpecverifyError(f"{file} is of shape {before['settings']['shape']}", "write each shape to a file of its own")
+        self.cells, self.engines = before["cells"], before["engines"]
+        kept = ("date", "command", "versions", "hardware", "settings")
+        self.earlier = [*before["earlier"], {name: before[name] for name in kept}]

@@ -87,7 +87,8 @@ class Comparison:
     def add(self, got: Answer, want: Answer, noise: float, length: int | None = None) -> None:
         """Compare up to the first position whose margin is below `noise`; past one, two right runs may part."""
         wanted = want.tokens if length is None else want.tokens[:length]
-        assert len(got.tokens) == len(wanted) or got.tokens != wanted[: len(got.tokens)], "a right run ended at another place"
+        both = min(len(got.tokens), len(wanted))
+        assert len(got.tokens) == len(wanted) or got.tokens[:both] != wanted[:both], "a right run ended at another place"
         for ours, theirs, margin in zip(got.tokens, wanted, want.margins, strict=False):
             if ours != theirs:
                 self.undecided += margin < noise

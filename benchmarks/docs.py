@@ -1,0 +1,148 @@
+"""Tables in README.md and docs/ that are made from result files.
+
+    python -m benchmarks.docs            writes them anew
+    python -m benchmarks.docs --check    exits with 1 where a page says something else than its files
+
+A page has them between `<!-- made from FILE: BLOCK -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/kernels.md", "docs/trees.md")
+_BLOCK = re.compile(r"(<!-- made from (?P<file>[\w.-]+): (?P<block>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def end_to_end(results: dict[str, Any]) -> list[str]:
+    """Whole engines: tokens per second of each measured cell."""
+    lines = ["| W × topk | input | requests | stock | its tokens/s | specverify | ratio |", "|---|---|---|---|---|---|---|"]
+    order = [(cell["scenario"], cell["input"], cell["concurrency"]) for cell in results["cells"]]
+    for _, cell in sorted(zip(order, results["cells"], strict=True), key=lambda pair: pair[0]):
+        stock, ours = cell["arms"][cell["stock"]]["tokens_per_s"], cell["arms"]["specverify"]["tokens_per_s"]
+        scenario = cell["scenario"].replace("x", " × ")
+        where = f"{scenario} | {cell['input']} | {cell['concurrency']} | {cell['stock']}"
+        lines.append(f"| {where} | {stock:.0f} | {ours:.0f} | {ours / stock:.2f} |")
+    return lines
+
+
+def end_to_end_summary(results: dict[str, Any]) -> list[str]:
+    """The same in a sentence."""
+    ratios = [
+        cell["arms"]["specverify"]["tokens_per_s"] / cell["arms"][cell["stock"]]["tokens_per_s"] for cell in results["cells"]
+    ]
+    stocks = " and ".join(sorted({cell["stock"] for cell in results["cells"]}))
+    return [
+        f"{statistics.median(ratios):.2f} times the tokens/s of stock {stocks} in the median of {len(ratios)} configurations, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}."
+    ]
+
+
+#: (batch, W, L) of the kernel table, with 32 query heads on 8 KV heads of 128, bf16, page size 1.
+_POINTS = (
+    (1, 64, 128),
+    (1, 64, 2048),
+    (1, 64, 8192),
+    (8, 64, 384),
+    (8, 64, 2048),
+    (32, 64, 2048),
+    (32, 128, 128),
+    (32, 128, 2048),
+)
+_FAMILY = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "cache": "bf16", "page_size": 1, "window": -1, "sinks": False}
+
+
+def kernels(results: dict[str, Any]) -> list[str]:
+    """One layer's verify of a tree: the variant that is selected beside the tile and SGLang's two."""
+    lines = ["| requests | W | L | selected | its µs | tile | stock fa3 | stock triton |", "|---|---|---|---|---|---|---|---|"]
+    rows = {
+        (point["batch"], point["width"], point["length"]): row
+        for row in results["points"]
+        if (point := row["point"])["kind"] == "tree" and not point["mixed"] and _FAMILY.items() <= point.items()
+    }
+    for key in _POINTS:
+        row = rows[key]
+        cells = [*key, row["selected"]]
+        cells += [f"{row['arms'][arm]['cold']['us']:.1f}" for arm in (row["selected"], "fa3+tree_suffix", "fa3", "triton")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def memory(results: dict[str, Any]) -> list[str]:
+    """Bytes of tree masks in two running servers."""
+    size, shape, servers = results["size"], results["shape"], results["servers"]
+    said = {name: sum(mask["bytes"] for mask in servers[f"memory-{name}"]["masks"]) for name in ("plugin", "stock")}
+    return [
+        f"Read from running servers, {size['requests']} requests, W {shape['tree_tokens']}, context {size['context']}: "
+        f"{said['plugin'] / 1e6:.2f} MB of masks with the plugin, {said['stock'] / 1e6:.0f} MB without."
+    ]
+
+
+def parity(results: dict[str, Any]) -> list[str]:
+    """Greedy tokens of speculative servers beside plain ones."""
+    lines = [
+        "| server | verify ran on | tokens equal | wrong | runs undecided | accept length | stock's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        tokens, accept = row["tokens"], row["accept length"]
+        verify = ", ".join(row["kernels"]["target_verify"])
+        counts = f"{tokens['compared']} | {tokens['wrong']} | {tokens['undecided']} of {tokens['runs']}"
+        lengths = f"{accept['comparable']:.2f} | {accept['stock, comparable']:.2f}"
+        lines.append(f"| {row['row']['name']} | {verify} | {counts} | {lengths} |")
+    if results["not run"]:
+        lines += ["", f"Not run: {', '.join(results['not run'])}."]
+    return lines
+
+
+def soak(results: dict[str, Any]) -> list[str]:
+    return [f"{results['cases']} random cases of all variants, {results['outside_their_bound']} outside their bound."]
+
+
+BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "end to end": end_to_end,
+    "end to end summary": end_to_end_summary,
+    "kernels": kernels,
+    "memory": memory,
+    "parity": parity,
+    "soak": soak,
+}
+
+
+def made(text: str) -> str:
+    """A page with its tables as the result files have them."""
+
+    def fill(match: re.Match[str]) -> str:
+        results = json.loads((RESULTS / match["file"]).read_text())
+        return match[1] + "\n".join(BLOCKS[match["block"]](results)) + "\n" + match[4]
+
+    return _BLOCK.sub(fill, text)
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where a page differs.")] = False,
+) -> None:
+    """Make the tables anew."""
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        if made(text) != text:
+            stale.append(name)
+            if not check:
+                page.write_text(made(text))
+    typer.echo(f"{'differs' if check else 'written'}: {', '.join(stale) or 'nothing'}")
+    raise typer.Exit(int(check and bool(stale)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,9 @@ HOST = "127.0.0.1"
 #: Seconds until a server must answer: slow disks and kernels compiled at first use included.
 START_LIMIT = 900.0
 _PLUGIN_CHOICE = ["--attention-backend", "specverify"]
+
+#: The range of ports that the kernel hands out by itself, and the first one that is given to a server.
+_KERNELS_PORTS, _FIRST_PORT = Path("/proc/sys/net/ipv4/ip_local_port_range"), 11000
 
 _running: set[Server] = set()
 _ports_given: set[int] = set()
@@ -49,14 +53,33 @@ def command(arguments: Sequence[str], hardware: Hardware, *, stock: bool = False
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, and that this process was not given before."""
+    """A port of this machine that nobody listens on, and that this process was not given before.
+
+    A server binds it half a minute later. So it is none of those that the kernel hands to whoever asks for any port, which on
+    a busy machine another process soon holds.
+    """
+    choice = random.SystemRandom()
     while True:
+        port = choice.randrange(_FIRST_PORT, _first_of_the_kernels_own())
+        if port in _ports_given:
+            continue
         with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-        if port not in _ports_given:
-            _ports_given.add(port)
-            return port
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        _ports_given.add(port)
+        return port
+
+
+def _first_of_the_kernels_own() -> int:
+    """The first port that the kernel hands out by itself; ports below it are taken by their number only."""
+    try:
+        first = int(_KERNELS_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32768
+    return first if first > 2 * _FIRST_PORT else 65536
 
 
 def check_port(port: int) -> int:

@@ -170,6 +170,28 @@ def test_free_ports_differ() -> None:
     assert len({free_port() for _ in range(50)}) == 50
 
 
+def test_no_other_process_is_given_a_free_port_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server binds its port half a minute after it was chosen, and connections are made meanwhile."""
+    own = tmp_path / "range"
+    monkeypatch.setattr(module, "_KERNELS_PORTS", own)
+    own.write_text("25000\t60999\n")
+    assert all(port < 25000 for port in (free_port() for _ in range(50)))
+    # A kernel that hands out nearly all leaves no others.
+    own.write_text("1024\t65535\n")
+    assert check_port(free_port())
+
+
+def test_a_port_that_is_taken_is_not_called_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, free_port()))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(module, "_FIRST_PORT", port)
+        monkeypatch.setattr(module, "_first_of_the_kernels_own", lambda: port + 20)
+        monkeypatch.setattr(module, "_ports_given", set())
+        assert port not in {free_port() for _ in range(10)}
+
+
 def after(argv: list[str], option: str) -> Any:
     return argv[argv.index(option) + 1] if option in argv else None
 

@@ -67,6 +67,8 @@ def start(clone: Path, *arguments: str, **environment: str) -> subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # What a runner ignores, as under nohup, a shell cannot trap.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 

@@ -17,6 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import end_to_end_plan as plan
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/kernels.md", "docs/trees.md")
@@ -24,23 +26,29 @@ _BLOCK = re.compile(r"(<!-- made from (?P<file>[\w.-]+): (?P<block>[\w ]+) -->\n
 
 
 def end_to_end(results: dict[str, Any]) -> list[str]:
-    """Whole engines: tokens per second of each measured cell."""
-    lines = ["| W × topk | input | requests | stock | its tokens/s | specverify | ratio |", "|---|---|---|---|---|---|---|"]
-    order = [(cell["scenario"], cell["input"], cell["concurrency"]) for cell in results["cells"]]
-    for _, cell in sorted(zip(order, results["cells"], strict=True), key=lambda pair: pair[0]):
-        stock, ours = cell["arms"][cell["stock"]]["tokens_per_s"], cell["arms"]["specverify"]["tokens_per_s"]
+    """Whole engines: tokens per second of each cell that counts."""
+    lines = [
+        "| W × topk | input | requests | stock | repetitions | its tokens/s | specverify | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    valid = [cell for cell in results["cells"] if plan.counts(cell)]
+    for cell in sorted(valid, key=lambda cell: (cell["scenario"], cell["input"], cell["concurrency"])):
+        arms = [cell["arms"][name] for name in (cell["stock"], "specverify")]
+        stock, ours = (arm["tokens_per_s"] for arm in arms)
         scenario = cell["scenario"].replace("x", " × ")
         where = f"{scenario} | {cell['input']} | {cell['concurrency']} | {cell['stock']}"
-        lines.append(f"| {where} | {stock:.0f} | {ours:.0f} | {ours / stock:.2f} |")
+        repetitions = min(len(arm["each_tokens_per_s"]) for arm in arms)
+        lines.append(f"| {where} | {repetitions} | {stock:.0f} | {ours:.0f} | {ours / stock:.2f} |")
     return lines
 
 
 def end_to_end_summary(results: dict[str, Any]) -> list[str]:
     """The same in a sentence."""
-    ratios = [
-        cell["arms"]["specverify"]["tokens_per_s"] / cell["arms"][cell["stock"]]["tokens_per_s"] for cell in results["cells"]
-    ]
-    stocks = " and ".join(sorted({cell["stock"] for cell in results["cells"]}))
+    valid = [cell for cell in results["cells"] if plan.counts(cell)]
+    if not valid:
+        return ["No configuration was measured."]
+    ratios = [cell["arms"]["specverify"]["tokens_per_s"] / cell["arms"][cell["stock"]]["tokens_per_s"] for cell in valid]
+    stocks = " and ".join(sorted({cell["stock"] for cell in valid}))
     return [
         f"{statistics.median(ratios):.2f} times the tokens/s of stock {stocks} in the median of {len(ratios)} configurations, "
         f"{min(ratios):.2f} to {max(ratios):.2f}."
@@ -49,11 +57,15 @@ def end_to_end_summary(results: dict[str, Any]) -> list[str]:
 
 #: (batch, W, L) of the kernel table, with 32 query heads on 8 KV heads of 128, bf16, page size 1.
 _POINTS = (
+    (1, 32, 8192),
+    (1, 32, 32768),
     (1, 64, 128),
     (1, 64, 2048),
     (1, 64, 8192),
+    (1, 64, 32768),
     (8, 64, 384),
     (8, 64, 2048),
+    (8, 64, 16384),
     (32, 64, 2048),
     (32, 128, 128),
     (32, 128, 2048),
@@ -88,24 +100,44 @@ def memory(results: dict[str, Any]) -> list[str]:
 
 
 def parity(results: dict[str, Any]) -> list[str]:
-    """Greedy tokens of speculative servers beside plain ones."""
+    """Greedy tokens of speculative servers beside plain ones. Why a server failed stands below the table."""
     lines = [
         "| server | verify ran on | tokens equal | wrong | runs undecided | accept length | stock's |",
         "|---|---|---|---|---|---|---|",
     ]
+    failed = []
     for row in results["rows"]:
-        tokens, accept = row["tokens"], row["accept length"]
-        verify = ", ".join(row["kernels"]["target_verify"])
-        counts = f"{tokens['compared']} | {tokens['wrong']} | {tokens['undecided']} of {tokens['runs']}"
-        lengths = f"{accept['comparable']:.2f} | {accept['stock, comparable']:.2f}"
-        lines.append(f"| {row['row']['name']} | {verify} | {counts} | {lengths} |")
+        name, tokens, accept = row["row"]["name"], row.get("tokens"), row.get("accept length")
+        problems = [*row.get("problems", ()), *([row["error"]] if row.get("error") else [])]
+        if not problems and tokens is None:
+            problems = ["no tokens were compared"]
+        if problems:
+            failed.append(f"FAILED: {name}: {'; '.join(' '.join(problem.split()) for problem in problems)}")
+        counts, lengths = " | | ", " | "
+        if tokens is not None:
+            counts = f"{tokens['compared']} | {tokens['wrong']} | {tokens['undecided']} of {tokens['runs']}"
+        if accept is not None:
+            lengths = f"{accept['comparable']:.2f} | {accept['stock, comparable']:.2f}"
+        verify = ", ".join(row.get("kernels", {}).get("target_verify", ()))
+        lines.append(f"| {name}{' **FAILED**' if problems else ''} | {verify} | {counts} | {lengths} |")
+    for text in failed:
+        lines += ["", text]
     if results["not run"]:
         lines += ["", f"Not run: {', '.join(results['not run'])}."]
     return lines
 
 
+#: What a soak counts by the name of the variant or operation that was called.
+_SOAKED = ("fused", "fused_split", "specialized", "specialized_split", "deterministic", "merge")
+
+
 def soak(results: dict[str, Any]) -> list[str]:
-    return [f"{results['cases']} random cases of all variants, {results['outside_their_bound']} outside their bound."]
+    """How many random cases ran on each variant; a step's plan chooses among them itself."""
+    counts = results["counts"]
+    each = [f"{name} {counts.get(name, 0)}" for name in _SOAKED]
+    shared = sum(count for name, count in counts.items() if name.startswith("planned"))
+    cases = f"{results['cases']} random cases, {results['outside_their_bound']} outside their bound"
+    return [f"{cases}: {', '.join(each)}, plans shared by a step {shared}."]
 
 
 BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {

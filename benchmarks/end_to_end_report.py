@@ -32,6 +32,7 @@ COLUMNS = (
 )  # fmt: skip
 #: Least share by which tokens/s may fall without counting as slower, where repetitions spread less than that.
 TOLERANCE = 0.005
+_SLACK = "0.5 % or the spread"
 #: The configuration with a goal of its own.
 LARGEST = ("128x16", 128, 32)
 
@@ -77,7 +78,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One aim: what it is about, what came, and the cells where it was missed. `held` is None where nothing was measured."""
+    """One aim: what it is about, what came, and the cells where it was missed. `held` is None where too little was measured."""
 
     what: str
     value: str
@@ -110,19 +111,33 @@ def verdicts(results: Mapping[str, Any]) -> list[Verdict]:
     found = pairs(results)
     on_trees = trees(found)
     fa3 = [pair for pair in on_trees if pair.stock == "fa3"]
-    best = against_best(on_trees)
+    best, lone = against_best(on_trees), _lone(on_trees)
     plain = [pair for pair in found if (pair.row["speculation"] or {}).get("topk", 0) <= 1]
     pressed = [pair for pair in found if pair.row["under_pressure"]]
     return [
         _median("against fa3, median", fa3, 1.15),
         _median("against fa3, W 128, topk 16, input 128, concurrency 32", [p for p in fa3 if p.place == LARGEST], 1.20),
-        _median("against the best stock arm of each configuration, median", best, 1.05),
-        _each("against the best stock arm, none slower by more than 0.5 % or the spread", best, lambda p: p.ratio >= 1 - p.noise),
-        _each("topk 1 and no speculation, within 0.5 % or the spread", plain, lambda p: abs(p.ratio - 1) <= p.noise),
+        _undecided(_median("against the best stock arm of each configuration, median", best, 1.05), lone),
+        _undecided(_each(f"against the best stock arm, none slower by more than {_SLACK}", best, _not_slower, slack=True), lone),
+        _each(f"topk 1 and no speculation, within {_SLACK}", plain, lambda p: abs(p.ratio - 1) <= p.noise, slack=True),
         # Not under pressure: a request that was put back counts its steps anew.
         _each("accept length no lower (simulated: a lower one is an error of the run)", on_trees, _accepts),
         _each("requests were retracted in both arms of the run under KV pressure", pressed, _retracted),
     ]
+
+
+def _lone(found: Sequence[Pair]) -> str:
+    """Where only one stock arm was measured, which says nothing of the best one; "" where there are more everywhere."""
+    arms: dict[tuple[str, int, int], set[str]] = {}
+    for pair in found:
+        arms.setdefault(pair.place, set()).add(pair.stock)
+    alone = sum(len(each) == 1 for each in arms.values())
+    return f"one stock arm measured in {alone} of {len(arms)}" if alone else ""
+
+
+def _undecided(verdict: Verdict, why: str) -> Verdict:
+    """The same without a judgement, if there is a reason."""
+    return Verdict(verdict.what, why, None) if why else verdict
 
 
 def _median(what: str, found: Sequence[Pair], least: float) -> Verdict:
@@ -135,13 +150,19 @@ def _median(what: str, found: Sequence[Pair], least: float) -> Verdict:
     return Verdict(what, text, value >= least, () if value >= least else (low.name,))
 
 
-def _each(what: str, found: Sequence[Pair], holds: Callable[[Pair], bool]) -> Verdict:
+def _each(what: str, found: Sequence[Pair], holds: Callable[[Pair], bool], *, slack: bool = False) -> Verdict:
     if not found:
         return Verdict(what, "not measured", None)
     missed = [pair for pair in found if not holds(pair)]
     ratios = f"ratios {min(p.ratio for p in found):.3f} to {max(p.ratio for p in found):.3f}"
     text = f"{len(found) - len(missed)} of {len(found)}, {ratios}"
+    if slack:
+        text += f", slack {min(p.noise for p in found):.3f} to {max(p.noise for p in found):.3f}"
     return Verdict(what, text, not missed, tuple(f"{p.name}: {p.ratio:.3f} (spread {p.noise:.3f})" for p in missed))
+
+
+def _not_slower(pair: Pair) -> bool:
+    return pair.ratio >= 1 - pair.noise
 
 
 def _accepts(pair: Pair) -> bool:

@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks import end_to_end_plan as plan
 from benchmarks import shapes
 from benchmarks.engines import OURS
-from sglang_specverify.routing.tree import TreeFacts, refuse_tile
+from sglang_specverify.routing.tree import SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS, TreeFacts, refuse_tile
 
 #: The variant that the one kernel takes of itself, another one at each point of a grid.
 SELECTED = "(selected)"
@@ -53,16 +53,18 @@ def at(points: Curve, length: float) -> tuple[float, bool] | None:
     after = next((i for i, (known, _) in enumerate(points) if known >= length), len(points) - 1)
     low, high = points[max(after - 1, 0)], points[max(after, 1)]
     slope = (high[1] - low[1]) / (high[0] - low[0])
-    # Below the shortest one the fixed part rules.
+    # Below the shortest one the fixed part rules; past the longest one the last two go on.
     value = points[0][1] if length < points[0][0] else low[1] + slope * (length - low[0])
-    return value, not points[0][0] <= length <= 2 * points[-1][0]
+    return value, not points[0][0] <= length <= points[-1][0]
 
 
 def kernel(arm: str, width: int, heads: tuple[int, int, int], context: int) -> str:
     """What an engine of this arm runs: a grid's arm, or `SELECTED`."""
     if arm != OURS:
         return arm
-    facts = TreeFacts("sm_90", width, heads[0] // heads[1], context, deterministic=False, specialized=True)
+    group = heads[0] // heads[1]
+    specialized = heads[2] in SPECIALIZED_HEAD_DIMS and width * group > SPECIALIZED_ROWS
+    facts = TreeFacts("sm_90", width, group, context, deterministic=False, specialized=specialized)
     return SELECTED if refuse_tile(facts) else "fa3+tree_suffix"
 
 

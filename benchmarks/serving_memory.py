@@ -46,9 +46,10 @@ def measure(row: Row, root: Path, shape: Shape, size: Size, alive: list[Probed],
         with probed:
             answer = probed.generate(draw([9], seed=0)[0], 16 if size.has_gpu else 4)
             found = probed.ask("masks")
+            process = found.pop("pid")  # a number of this machine's own
             given |= {"tokens": len(answer.tokens), "masks": found.pop("masks"), "probe": found, "info": probed.info()}
             given["mask bytes"] = sum(mask["bytes"] for mask in given["masks"])
-            given["device bytes of the process"] = serving_farm.device_memory(found["pid"])
+            given["device bytes of the process"] = serving_farm.device_memory(process)
             given["memory usage"] = probed.server.get("/server_info", timeout=30.0)["internal_states"][0].get("memory_usage")
             given["troubles in the log"] = probed.troubles()
     except Exception as error:

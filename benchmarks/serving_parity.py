@@ -8,7 +8,7 @@ Each row is a whole server that speculates with STANDALONE: see `serving_rows.py
 sixteen at once, twice. Its tokens are compared with those of a server without speculation, its accept length with that of
 SGLang's own speculating backend, and what ran in it with what had to. One row is then broken on purpose, and must differ. Several
 servers run beside each other, so nothing here is a time. A row is written as soon as the servers that it is compared with have
-answered.
+answered; rows that the end of the time cut off are listed as not run.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Outcome:
     prefill_margins: list[list[float]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    cut_off: bool = False  # by the end of the time, which stops every server
 
     @property
     def whole(self) -> list[Answer]:
@@ -61,8 +62,7 @@ class Run:
     def __init__(
         self, rows: list[Row], shape: Shape, size: Size, root: Path, out: Path, minutes: float, logs: Path | None
     ) -> None:
-        self.logs = logs
-        self.rows, self.shape, self.size, self.root, self.out = rows, shape, size, root, out
+        self.rows, self.shape, self.size, self.root, self.out, self.logs = rows, shape, size, root, out, logs
         self.end = time.monotonic() + 60 * minutes
         self.prompts = parity_prompts(48, longest=600) if size.has_gpu else parity_prompts(3, longest=9)
         self.new_tokens = 48 if size.has_gpu else 7
@@ -72,7 +72,7 @@ class Run:
         self._begin = time.monotonic()
 
     def go(self, at_once: int) -> bool:
-        """Run all rows; whether every one that is judged passed."""
+        """Run all rows; whether every one was judged and passed."""
         for kind in ("target", "mirror", "copy"):  # before several threads want them
             serving_models.build(kind, self.root, self.size.dtype, self.shape)
         pool = ThreadPoolExecutor(at_once)
@@ -93,15 +93,17 @@ class Run:
             for future in pending:
                 if not future.cancelled():
                     self._take(future.result())
-        for row in self.rows:
-            if row.name not in self.outcomes:
-                self._take(Outcome(row, error="not run: the time was over"))
-        return all(not result["problems"] for result in self._results())
+        self.write()
+        results = self._results()
+        typer.echo(f"not run: {', '.join(self._not_run(results)) or 'none'}")
+        return not self._not_run(results) and all(not result["problems"] for result in results)
 
     def _take(self, outcome: Outcome) -> None:
-        self.outcomes[outcome.row.name] = outcome
-        done = {result["row"]["name"]: result for result in self._results()}
-        result = done.get(outcome.row.name)
+        if outcome.cut_off:  # `write` lists it
+            outcome.error = "not run: the time was over"
+        else:
+            self.outcomes[outcome.row.name] = outcome
+        result = {one["row"]["name"]: one for one in self._results()}.get(outcome.row.name)
         said = outcome.error or ("answered" if result is None else serving_judge.verdict(result))
         typer.echo(f"{time.monotonic() - self._begin:5.0f} s  {outcome.row.name:28} {said}")
         self.write()
@@ -119,9 +121,15 @@ class Run:
                 "new tokens": self.new_tokens,
                 "references": [self._reference(o) for o in self.outcomes.values() if o.row.kind != "plugin"],
                 "rows": results,
-                "not run": [row.name for row in self.rows if row.name not in self.outcomes],
+                "not run": self._not_run(results),
             },
         )
+
+    def _not_run(self, results: list[dict[str, Any]]) -> list[str]:
+        """Rows without a result: those that are judged by it, and their references that did not answer."""
+        have = {result["row"]["name"] for result in results}
+        have |= {name for name, outcome in self.outcomes.items() if outcome.row.kind != "plugin"}
+        return [row.name for row in self.rows if row.name not in have]
 
     def _one(self, row: Row) -> Outcome:
         """Start a row's server, ask it everything, stop it. Never raises: one failure must not lose the rest."""
@@ -129,7 +137,7 @@ class Run:
         probed: Probed | None = None
         try:
             if time.monotonic() > self.end:
-                raise TimeoutError("not run: the time was over")
+                raise TimeoutError("the time was over")
             probed = Probed(row, self.root, self.shape, self.size)
             with self._lock:
                 self._alive.add(probed)
@@ -147,6 +155,8 @@ class Run:
                 self._alive -= {probed}
             if probed is not None:
                 probed.keep_log(self.logs)
+        failed = outcome.error or not {"prefill", "faults"}.isdisjoint(outcome.facts)
+        outcome.cut_off = bool(failed) and time.monotonic() >= self.end
         return outcome
 
     def _ask(self, probed: Probed, outcome: Outcome) -> None:
@@ -169,7 +179,8 @@ class Run:
                 together = probed.generate_all(self.prompts, new, self.size.requests)
                 outcome.runs += [(what, index, answer) for index, answer in enumerate(together)]
             time.sleep(0.5)  # the last steps' paths are on their way to the file
-            outcome.facts |= {"paths": serving_judge.paths_summary(probed.paths()), "probe": probed.ask()}
+            seen = {name: value for name, value in probed.ask().items() if name != "pid"}
+            outcome.facts |= {"paths": serving_judge.paths_summary(probed.paths()), "probe": seen}
         outcome.facts |= {"info": probed.info(), "logged batches": probed.graph_steps(), "server": self._short(probed.arguments)}
         if row.faults:
             try:
@@ -240,12 +251,11 @@ class Run:
         lengths = serving_judge.accept_lengths(outcome.whole, stock.whole if stock is not None and has_stock else [])
         kernels = serving_judge.kernels_of((outcome.facts["info"]["specverify"] or {}).get("routes", []))
         given |= {"noise": self._noise(plain), "tokens": asdict(tally), "accept length": lengths, "kernels": kernels}
-        given["distinct tokens"] = len({token for answer in outcome.whole for token in answer.tokens})
+        given |= {"distinct tokens": len({token for answer in outcome.whole for token in answer.tokens}), "faults": {}}
         problems += serving_judge.tally_problems(tally)
         accept = serving_judge.accept_problem(lengths) if has_stock else f"no accept length to compare: {row.stock} failed"
-        if not self.size.has_gpu:
-            accept = None  # Triton's interpreter computes SGLang's own kernels wrongly for several requests
-        problems += [accept] if accept else []
+        # Triton's interpreter computes SGLang's own kernels wrongly for several requests.
+        problems += [accept] if accept and self.size.has_gpu else []
         problems += serving_judge.kernel_problems(row, kernels)
         problems += serving_judge.path_problems(row, outcome.facts["paths"])
         if given["distinct tokens"] < serving_judge.LEAST_DISTINCT:
@@ -254,7 +264,6 @@ class Run:
             problems.append(f"CUDA graphs: {outcome.facts['logged batches']}")
         if "faults" in outcome.facts:
             problems.append(f"injecting faults: {outcome.facts['faults']}")
-        given["faults"] = {}
         for fault, answers in [*outcome.broken.items(), ("", outcome.mended)]:
             if answers:
                 broken = self._tally([(fault, index, answer) for index, answer in enumerate(answers)], plain)
@@ -272,7 +281,7 @@ def main(
     logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Two tiny rows without a GPU.")] = False,
 ) -> None:
-    """Run the servers, compare, write; exits with 1 if a row failed."""
+    """Run the servers, compare, write; exits with 1 if a row failed or was not run."""
     serving_farm.require_plugin()
     has_gpu = detect().has_gpu and not dry_run
     rows: tuple[Row, ...] = serving_rows.COVER + serving_rows.EXTRA if has_gpu else serving_rows.DRY

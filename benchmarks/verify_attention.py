@@ -10,6 +10,7 @@ is right, and times nothing. `benchmarks.report` prints what came against what w
 
 from __future__ import annotations
 
+import datetime
 import gc
 import json
 import time
@@ -68,7 +69,7 @@ def main(
         raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {known}", param_hint="--skip")
     arms = [arm for arm in ARMS if arm.name not in (skip or ())]
     where = torch.device(device)
-    results = load(resume) if resume else {"ceilings": None, "points": [], "metadata": []}
+    results = load(resume) if resume else {"earlier": [], "ceilings": None, "points": [], "metadata": []}
     ceilings = None if dry_run else timing.ceilings(where)
     if ceilings is not None:
         results["ceilings"] = ceilings.as_dict()
@@ -94,7 +95,7 @@ def main(
         for length in metadata.LENGTHS:
             if length not in done and time.monotonic() < deadline:
                 point = Point("tree", metadata.BATCH, metadata.WIDTH, length)
-                results["metadata"].append(metadata.measure(point, where))
+                results["metadata"].append({**metadata.measure(point, where), "date": date()})
                 keep()
     keep()
     report.show(results)
@@ -119,7 +120,7 @@ def run(
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Measure the points that have no row yet, and keep each row at once. False when the time ran out.
+    """Measure the points that have no row yet, and keep each row with its date at once. False when the time ran out.
 
     A point that fails as a whole, for want of memory say, becomes a row that says so, and is tried again by a run that
     resumes. A device that no longer answers ends the run.
@@ -135,7 +136,7 @@ def run(
         except Exception as failure:
             row = {"name": point.name, "point": point.as_dict(), "why": f"{type(failure).__name__}: {failure}"[:300]}
             typer.echo(report.line(row))
-        rows.append(row)
+        rows.append({**row, "date": date()})
         keep()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -144,15 +145,25 @@ def run(
     return True
 
 
+def date() -> str:
+    """Now, as result files write it; `record.environment` would ask the driver for its version once more for each row."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def load(path: Path) -> dict[str, Any]:
-    """An earlier result file's rows without those of points that failed, if the same versions and hardware made it."""
+    """An earlier result file's rows without those of points that failed, if the same versions and hardware made it.
+
+    `earlier` says how that file, and those that it took rows from, were made; a row's date tells which of them it is from.
+    """
     found: dict[str, Any] = json.loads(path.read_text())
     now = record.environment()
     for key in ("versions", "hardware"):
         if found.get(key) != now[key]:
             raise typer.BadParameter(f"{path} was measured with other {key}: {found.get(key)}", param_hint="--resume")
     kept = [row for row in found["points"] if "why" not in row]
-    return {"ceilings": found["ceilings"], "points": kept, "metadata": found["metadata"]}
+    before = {name: found[name] for name in ("date", "command", "versions", "hardware")}
+    earlier = [*found.get("earlier", []), before]
+    return {"earlier": earlier, "ceilings": found["ceilings"], "points": kept, "metadata": found["metadata"]}
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ FLAGS = (
     Flag(
         f"{PREFIX}CHAIN_KERNEL",
         "auto",
-        "Chains, the steps of their drafts and draft extend over fa3 and fa4: left to FlashAttention (auto), or served (fused).",
+        "Chains, the steps of their drafts and draft extend over fa3 and fa4: left to FlashAttention (auto), or served in one "
+        "kernel (fused).",
         ("auto", "fused"),
     ),
 )

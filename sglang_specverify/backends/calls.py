@@ -46,8 +46,9 @@ def attend(
     if step.plans is None:
         options["variant"] = decision.kernel
     else:
-        q = step.plans.query(q)
-        options |= step.plans.options(_served(layer, decision))
+        served = _served(layer, decision)
+        q = step.plans.query(q, served)
+        options |= step.plans.options(served)
     tensors = _tensors(step, view, q, layer, pool)
     if view.draft_slots is not None:
         draft_decode_attention(*tensors, view.draft_slots, topk=step.topk, step=step.step, out=out, **options)
@@ -76,8 +77,9 @@ def merge_tree(
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
     options = _options(step, layer, pool, sinks)
     if step.plans is not None:
-        q = step.plans.query(q)
-        shared = step.plans.options(_served(layer, decision))
+        served = _served(layer, decision)
+        q = step.plans.query(q, served)
+        shared = step.plans.options(served)
         options |= {name: shared[name] for name in ("deterministic", "plan")}
     options |= _drafts(step)
     tree_suffix_merge(*_tensors(step, view, q, layer, pool), prefix_out, prefix_lse, **options)

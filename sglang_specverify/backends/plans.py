@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_specverify.kernels.plan import Plan
+from sglang_specverify.kernels.specialized import is_aligned
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +88,12 @@ class Plans:
     #: The buffers of the plans, in the order in which they are made.
     buffers: list[torch.Tensor] = field(default_factory=list)
 
-    def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Q as the base's own decode represents it, in its own type."""
-        return q if self.q_type is None else q.to(self.q_type).to(q.dtype)
+    def query(self, q: torch.Tensor, served: Served | None = None) -> torch.Tensor:
+        """Q as the base's own decode represents it, in its own type, and as the layer's kernel takes it."""
+        if self.q_type is not None:
+            return q.to(self.q_type).to(q.dtype)
+        # No layout of SGLang's models is known for which this copies; a server must not stop for one that is not known.
+        return q if served is None or served.kernel != "specialized" or is_aligned(q) else q.contiguous()
 
     def options(self, served: Served) -> dict[str, Any]:
         """The arguments by which a kernel call of such a layer takes its part; which variant runs follows from the plan."""

@@ -58,12 +58,13 @@ def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) ->
     if a.lse is not None and a.lse.dtype != torch.float32:
         return "the LSE is not FP32"
     for name, given in (("q", a.q), ("k_cache", a.k_cache), ("v_cache", a.v_cache), ("out", a.out)):
-        if given is not None and not _is_aligned(given):
+        if given is not None and not is_aligned(given):
             return f"strides or address of {name} are not multiples of {_ALIGNED} elements"
     return None
 
 
-def _is_aligned(tensor: torch.Tensor) -> bool:
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the kernel's copies of 16 bytes can read it, strides and address."""
     at = 0 if tensor.device.type == "meta" else tensor.data_ptr()
     return at % 16 == 0 and all(stride % _ALIGNED == 0 for stride in tensor.stride()[:-1])
 

@@ -15,7 +15,7 @@ VARIANTS = ("reference", "fused", "fused_split", "specialized", "specialized_spl
 #: Those that divide a prefix, and those of the kernel with specialised warps.
 DIVIDING, SPECIALIZED = ("fused_split", "specialized_split"), ("specialized", "specialized_split")
 
-#: Below this many keys a prefix is not worth dividing: `plan.MIN_CHUNKS` for each of two parts.
+#: Up to this many keys no prefix is worth dividing: the least of `plan.MIN_CHUNKS` for each of two parts.
 SHORT_PREFIX = 512
 
 #: Up to so many packed rows half of a specialised tile would be padding, and the fused kernel is as fast.

@@ -1,19 +1,20 @@
 """How a tree is verified over FlashAttention: one kernel, or its prefix pass and the tree tile. Pure.
 
 A captured graph is one program for every length that it will be replayed with, and no length is known on the host when it is
-captured. So the choice looks at what the server knows for good, and must be no slower than SGLang's own at any length. By
-`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is twice as fast
-as the prefix pass and the tile at short prefixes, somewhat slower at 16384 tokens, and ahead of SGLang's there. Without that
-kernel it is ahead at 384 and behind at 2048.
+captured. So the choice looks at what the server knows for good, and must not fall behind SGLang's own at any length. By
+`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is up to twice as
+fast as the prefix pass and the tile at short prefixes, and behind them at long ones: by an eighth at 16384 tokens with 8 requests
+and W 64, by a quarter at 8192 with one request and W 32. SGLang's own was ahead of it nowhere by more than a hundredth, up to
+32768 tokens. Without that kernel the one kernel is ahead at 384 and behind at 2048.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A context up to this long leaves the one kernel ahead of SGLang's, or close, at every prefix that it can hold; the second,
-#: where that is the kernel with specialised warps: with 8 requests and W 64 a key costs it an eighth more than FlashAttention's
-#: prefix pass, which takes some 48000 keys to use up what SGLang's second pass and merge cost beside.
+#: A context up to this long leaves the one kernel ahead of SGLang's, or within a hundredth of it, at every prefix that it can
+#: hold; the second, where that is the kernel with specialised warps: with 8 requests and W 64 a key costs it a fifth more than
+#: SGLang's two passes, which takes some 44000 keys to use up what their second pass and merge cost beside.
 SHORT_CONTEXT, SPECIALIZED_CONTEXT = 1024, 40960
 #: Up to so many query rows of a KV head the prefix is a matter of bandwidth, which both reach, and one launch is fewer.
 FEW_ROWS = 32
@@ -64,7 +65,10 @@ def refuse_tile(facts: TreeFacts) -> str | None:
     if facts.deterministic:
         return "deterministic inference: the one kernel divides a prefix by its own length only"
     if 0 < facts.context <= facts.short:
-        return f"a context of {facts.context} tokens is short: the one kernel is faster"
+        return (
+            f"a context of {facts.context} tokens is short: the one kernel is faster at short prefixes, "
+            "and not behind SGLang's own at long ones"
+        )
     if facts.width * facts.group <= FEW_ROWS:
         return f"{facts.width * facts.group} query rows for each KV head are few: the one kernel reads the prefix as fast"
     return None

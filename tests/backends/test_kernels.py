@@ -288,6 +288,35 @@ def test_layers_that_share_a_plan() -> None:
     assert [(members[0], len(members)) for members in groups([short, wide, full])] == [(full, 2), (wide, 1)]
 
 
+def test_a_step_is_divided_for_the_kernel_that_serves(engine: Make) -> None:
+    """No CPU is served by the kernel with specialised warps, but its plans are made by what makes all."""
+    one = engine(TREE.but(dtype=torch.bfloat16, kv_heads=1, q_heads=4, head_dim=64, page_size=16))
+    add(one, LENGTHS)
+    backend = target(one)
+    steps, batch = backend._device, verify_batch(one, backend)
+    wide, window = Served.of(4, 1, 64, 64, -1, "specialized"), Served.of(4, 1, 64, 64, 6, "fused")
+    mask = backend._mask(batch.forward, Mode.TARGET_VERIFY, None)
+    step = steps.eager(batch.forward, Mode.TARGET_VERIFY, (wide, window), mask)
+    assert step.plans is not None
+    plan, other = step.plans.by_layer[wide], step.plans.by_layer[window]
+    assert plan.divides and plan.kernel == "specialized" and plan.shape.config.block_m == 128
+    assert step.plans.workspace is not None and step.plans.workspace.numel() >= plan.shape.workspace_bytes(len(LENGTHS)) > 0
+    assert step.plans.options(wide)["variant"] == "specialized_split"
+    # The window layer reads the same masks, and is launched as the fused kernel's table says.
+    assert not other.divides and torch.equal(other.bits, plan.bits)
+    assert other.shape.config != plan.shape.config and step.plans.options(window)["variant"] == "auto"
+
+
+def test_a_query_that_the_specialised_kernel_cannot_copy_is_made_whole() -> None:
+    plans, wide = Plans(deterministic=False), Served.of(8, 2, 64, 64, -1, "specialized")
+    odd = torch.randn(3, 8 * 64 + 8, dtype=torch.bfloat16)[:, 8:].view(3, 8, 64)
+    assert plans.query(odd) is odd and plans.query(odd, Served.of(8, 2, 64, 64, -1, "fused")) is odd
+    whole = plans.query(odd, wide)
+    assert whole.is_contiguous() and torch.equal(whole, odd)
+    even = torch.randn(3, 8 * 64 + 16, dtype=torch.bfloat16)[:, 16:].view(3, 8, 64)
+    assert plans.query(even, wide) is even
+
+
 @pytest.mark.parametrize(
     ("kernel", "divide", "variant"),
     [

@@ -14,6 +14,7 @@ from benchmarks import end_to_end_plot, estimates, shapes
 from benchmarks.end_to_end_report import Pair, Verdict, against_best, pairs, remarks, show, verdicts
 from benchmarks.engines import OURS
 from benchmarks.points import Point
+from sglang_specverify.routing.tree import SHORT_CONTEXT, SPECIALIZED_CONTEXT
 
 HEADS = (32, 8, 128)
 
@@ -80,14 +81,27 @@ def test_the_best_stock_arm_is_chosen_for_each_configuration() -> None:
     assert verdict("against the best stock arm of each", *rows).held is True
 
 
+@pytest.mark.parametrize("start", ["against the best stock arm of each", "against the best stock arm, none"])
+def test_one_stock_arm_is_not_the_best_of_any(start: str) -> None:
+    both = [row("64x4", 128, 1, stock, 90.0, 100.0) for stock in ("fa3", "triton")]
+    found = verdict(start, *both)
+    assert found.held is False and found.missed
+    found = verdict(start, *both, row("64x4", 8192, 1, "fa3", 110.0, 100.0))
+    assert (found.held, found.value, found.missed) == (None, "one stock arm measured in 1 of 2", ())
+    assert verdict(start, both[0]).value == "one stock arm measured in 1 of 1"
+    assert verdict(start).value == "not measured"
+
+
 @pytest.mark.parametrize(
     ("ours", "spread", "held"),
     [(99.6, 0.0, True), (99.4, 0.0, False), (99.4, 0.01, True), (98.8, 0.01, False), (120.0, 0.0, True)],
 )
 def test_none_slower_by_more_than_its_spread(ours: float, spread: float, held: bool) -> None:
-    found = verdict("against the best stock arm, none", row("64x4", 128, 1, "triton", ours, 100.0, spread=spread))
+    rows = [row("64x4", 128, 1, stock, ours, speed, spread=spread) for stock, speed in (("triton", 100.0), ("fa3", 50.0))]
+    found = verdict("against the best stock arm, none", *rows)
     assert found.held is held
     assert len(found.missed) == (not held)
+    assert f"slack {max(spread, 0.005):.3f} to {max(spread, 0.005):.3f}" in found.value
 
 
 @pytest.mark.parametrize(("name", "ours", "held"), [("off", 100.4, True), ("off", 100.6, False), ("chain", 99.4, False)])
@@ -148,7 +162,9 @@ def test_lines_between_measured_lengths() -> None:
     points = [(100, 10.0), (200, 20.0), (400, 60.0)]
     assert estimates.at(points, 150) == (15.0, False)
     assert estimates.at(points, 300) == (40.0, False)
-    assert estimates.at(points, 500) == (80.0, False)
+    assert estimates.at(points, 400) == (60.0, False)
+    assert estimates.at(points, 401) == (60.2, True)
+    assert estimates.at(points, 500) == (80.0, True)
     assert estimates.at(points, 1000) == (180.0, True)
     assert estimates.at(points, 50) == (10.0, True)
     assert estimates.at(points[:1], 100) is None
@@ -158,6 +174,17 @@ def test_which_kernel_an_engine_runs() -> None:
     assert estimates.kernel("triton", 128, HEADS, 1024) == "triton"
     assert estimates.kernel(OURS, 128, HEADS, 1024) == estimates.SELECTED
     assert estimates.kernel(OURS, 128, HEADS, 1 << 20) == "fa3+tree_suffix"
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "specialized"),
+    [(128, (32, 8, 128), True), (17, (32, 8, 64), True), (16, (32, 8, 128), False), (128, (16, 2, 256), False)],
+)
+def test_the_kernel_with_specialised_warps_takes_some_shapes(width: int, heads: tuple[int, int, int], specialized: bool) -> None:
+    """A context that is short for it alone tells."""
+    context = 2 * SHORT_CONTEXT
+    assert context <= SPECIALIZED_CONTEXT
+    assert estimates.kernel(OURS, width, heads, context) == (estimates.SELECTED if specialized else "fa3+tree_suffix")
 
 
 def test_the_selected_variant_is_read_at_each_point() -> None:
@@ -192,7 +219,9 @@ def test_an_estimate_changes_the_attention_alone() -> None:
         want = {OURS: step(1.0, one["input"]), "fa3": step(9.0, one["input"])}
         assert one["estimated_ms_per_step"] == pytest.approx(want, abs=1e-3)
         assert one["estimated_ratio"] == pytest.approx(want["fa3"] / want[OURS], abs=1e-3)
-        assert one["from"] == ("another topk" if one["input"] == 2048 else "kernel times")
+        # Answers that begin at the grid's longest prefix go beyond it.
+        source = {128: "kernel times", 2048: "another topk", 8192: "kernel times, beyond their grid"}
+        assert one["from"] == source[one["input"]]
 
 
 def test_the_same_input_with_another_topk_goes_before_kernel_times() -> None:

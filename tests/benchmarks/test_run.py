@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -72,7 +73,37 @@ def test_an_earlier_file_gives_its_rows_without_failures(tmp_path: Path) -> None
     found = verify_attention.load(path)
     assert [row["name"] for row in found["points"]] == [CHOSEN[1].name]
     assert found["metadata"] == [{"length": 128}]
-    assert set(found) == {"ceilings", "points", "metadata"}
+    assert set(found) == {"earlier", "ceilings", "points", "metadata"}
+
+
+def test_what_made_the_earlier_files_is_kept(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    write(first, date="2026-01-02 03:04 UTC", command="first")
+    record.write(second, verify_attention.load(first) | {"date": "2026-01-03 04:05 UTC", "command": "second"})
+    earlier = verify_attention.load(second)["earlier"]
+    assert [(one["date"], one["command"]) for one in earlier] == [
+        ("2026-01-02 03:04 UTC", "first"),
+        ("2026-01-03 04:05 UTC", "second"),
+    ]
+    now = record.environment()
+    assert all(one["versions"] == now["versions"] and one["hardware"] == now["hardware"] for one in earlier)
+
+
+def test_a_row_says_when_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {**measured(CHOSEN[0]), "date": "2026-01-02 03:04 UTC"}
+    rows = [kept]
+    verify_attention.run(CHOSEN[:2], rows, measured, lambda: None, 10.0, lambda: 0.0)
+    assert rows[0] is kept and rows[0]["date"] == "2026-01-02 03:04 UTC"
+    # In the form of the files' own dates.
+    for written in (rows[1]["date"], record.environment()["date"]):
+        when = datetime.datetime.strptime(written, "%Y-%m-%d %H:%M UTC").replace(tzinfo=datetime.UTC)
+        assert abs(datetime.datetime.now(datetime.UTC) - when) < datetime.timedelta(minutes=10)
+
+
+def test_every_row_of_the_committed_file_is_of_one_of_its_runs() -> None:
+    results = json.loads((ROOT / "benchmarks/results/verify-attention-h200.json").read_text())
+    runs = {results["date"], *(one["date"] for one in results["earlier"])}
+    assert {row["date"] for row in results["points"] + results["metadata"]} <= runs
 
 
 @pytest.mark.parametrize("key", ["versions", "hardware"])

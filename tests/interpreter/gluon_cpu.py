@@ -8,6 +8,8 @@ GPU leaves to chance goes wrong here:
   arrival was asked for, just before the barrier hears of it.
 - A product in flight reads its operands when it is waited for; that they did not change since it was issued is checked, and
   so is that a fence stands between an ordinary write and a product that reads it. Its result is nothing before the wait.
+- What a program hands to another through memory lies behind a barrier and a count that releases it, and is read past the
+  first cache; anything less is a `Fault`.
 - An address outside a tensor, or in a gap of its strides, is a `Fault`; so are a store where another program or partition
   stored, a copy that is not of 16 aligned bytes, and an arrival too many. If everybody waits, that is a `Deadlock`.
 """
@@ -26,7 +28,10 @@ import torch
 from sglang_specverify.kernels.launch import Launch
 
 from .gluon_memory import Barrier, Memory, Partition, Product, Shared
-from .gluon_tensors import LANGUAGE, Buffer, Fault, Layout, Pointer, Tensor, atomic_add, poison
+from .gluon_tensors import LANGUAGE, Buffer, Fault, Layout, Pointer, Tensor, atomic_add, load, poison
+
+#: What programs hand to each other, by the names of the arguments.
+PARTS = ("partial_out", "partial_lse")
 
 
 class Deadlock(Fault):
@@ -84,14 +89,14 @@ class Program:
         gl.program_id = lambda axis: Tensor(torch.tensor(self.pid, dtype=torch.int32))
         gl.num_programs = lambda axis: Tensor(torch.tensor(self.launch.grid[0], dtype=torch.int32))
         gl.allocate_shared_memory, gl.store, gl.warp_specialize = self.allocate, self.store, self.specialize
-        gl.atomic_add = self.atomic_add
+        gl.atomic_add, gl.load = self.atomic_add, self.load
         names |= {
             "range": self.range,
             "gl": gl,
             "mbarrier": SimpleNamespace(MBarrierLayout=Layout, init=self.init, wait=self.wait, arrive=self.arrive),
             "async_copy": SimpleNamespace(async_copy_global_to_shared=self.copy, mbarrier_arrive=self.copies_arrive),
             "fence_async_shared": self.fence,
-            "barrier": self.switch,
+            "barrier": self.barrier,
             "warpgroup_mma": self.product,
             "warpgroup_mma_wait": self.product_wait,
         }
@@ -107,9 +112,21 @@ class Program:
 
     def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
         pointer.write(value, mask, 1 + 64 * self.pid + self.own.number)
+        self.own.unordered |= pointer.buffer.name in PARTS
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tensor:
+        if pointer.buffer.name in PARTS and cache_modifier != ".cg":
+            raise Fault(f"{pointer.buffer.name}: written by other multiprocessors, and read through the first cache")
+        return load(pointer, mask, other)
+
+    def barrier(self) -> None:
+        self.own.unordered = False
+        self.switch()
 
     def atomic_add(self, pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
-        before = atomic_add(pointer, value, sem, scope)
+        if value > 0 and (self.own.unordered or (sem, scope) != ("acq_rel", "gpu")):
+            raise Fault(f"{pointer.buffer.name}: counted before what it counts can be seen by others")
+        before = atomic_add(pointer, value)
         self.switch()
         return before
 

@@ -114,6 +114,8 @@ class Partition:
         self.name, self.number, self.threads = f"{function.__name__} {number}", number, 32 * warps
         self.resume, self.done, self.fenced = threading.Semaphore(0), False, 0
         self.waits: tuple[Barrier, int] | None = None
+        #: Whether it stored a part of a prefix since its threads last met at a barrier.
+        self.unordered = False
         self.products: deque[Product] = deque()
         self.issued: list[tuple[Shared, torch.Tensor]] = []
         self.flights: deque[tuple[list[tuple[Shared, torch.Tensor]], Barrier]] = deque()

@@ -135,7 +135,7 @@ class Pointer:
         self.buffer.flat[at] = values[live]
 
 
-def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
+def atomic_add(pointer: Pointer, value: Any) -> Tensor:
     """Add to one element; what it held before."""
     at = pointer.buffer.check(pointer.at)
     before = pointer.buffer.flat[at].clone()
@@ -143,7 +143,7 @@ def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
     return Tensor(before)
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tensor:
     return Tensor(pointer.read(mask, other))
 
 
@@ -211,7 +211,6 @@ LANGUAGE: dict[str, Any] = {
     "constexpr": lambda value: value,
     "static_range": range,
     "convert_layout": lambda x, layout: Tensor(raw(x)),
-    "load": load,
     "arange": arange,
     "full": full,
     "zeros": zeros,

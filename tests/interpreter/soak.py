@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,27 @@ def sharpened(operation: str, arguments: dict[str, Any], device: str, *, seed: i
     if operation not in instead or device != "cuda":
         return operation
     return operation if refusal(*checked(arguments), arch_of(torch.device(device))) else instead[operation]
+
+
+@contextmanager
+def served() -> Iterator[list[str]]:
+    """The variants that the calls with a plan within the context were served by, in order: the plan decides, not its name."""
+    from sglang_specverify.kernels import run
+
+    seen: list[str] = []
+    stock = run.choose
+
+    def choose(a: Any, problem: Any, variant: str, plan: Any = None) -> Any:
+        choice = stock(a, problem, variant, plan)
+        if plan is not None:
+            seen.append(choice.name)
+        return choice
+
+    run.choose = choose
+    try:
+        yield seen
+    finally:
+        run.choose = stock
 
 
 def run_case(operation: str, c: Any, arguments: dict[str, Any], device: str) -> float:
@@ -69,10 +91,13 @@ def outcome_of(number: int, seed: int, families: int, device: str) -> Outcome:
     operation, c, arguments = case(number, seed, families, device)
     operation = sharpened(operation, arguments, device, seed=c.seed)
     ratio, wrong = 0.0, None
-    try:
-        ratio = run_case(operation, c, arguments, device)
-    except Exception as error:  # a refusal is a failure here as well: every case should be served
-        wrong = f"{type(error).__name__}: {error}"[:500]
+    with served() as seen:
+        try:
+            ratio = run_case(operation, c, arguments, device)
+        except Exception as error:  # a refusal is a failure here as well: every case should be served
+            wrong = f"{type(error).__name__}: {error}"[:500]
+    if operation in ("planned", "planned_specialized"):
+        operation = "_".join(["planned", *seen[:1]])
     types = f"q {str(c.q_dtype)[6:]}, cache {str(c.cache_dtype)[6:]}"
     seconds = time.monotonic() - began
     return Outcome(number, operation, c.kind, types, repr(c), sum(c.prefix_lens), ratio, wrong, seconds)
@@ -94,7 +119,15 @@ def soak(
         tally.add(one)
         if each is not None:
             each(tally)
-    return {"seed": seed, "families": families, "processes": processes, "asked": cases, **tally.result(seed, families)}
+    how = {"seed": seed, "families": families, "processes": processes, "asked": cases}
+    return {**ended(tally, cases, deadline), **how, **tally.result(seed, families)}
+
+
+def ended(tally: Tally, asked: int, deadline: float) -> dict[str, Any]:
+    """Whether all cases that were asked for ran, and what stopped the soak where not."""
+    if tally.count["all"] == asked:
+        return {"finished": True}
+    return {"finished": False, "stopped": "time" if time.monotonic() >= deadline else "too many processes died"}
 
 
 def _here(numbers: Sequence[int], seed: int, families: int, device: str, deadline: float) -> Iterator[Outcome]:
@@ -136,8 +169,10 @@ def main() -> int:
     how = {"first": options.first, "processes": options.processes, "each": progress}
     result = soak(options.cases, options.minutes, options.seed, options.families, device, **how)
     if options.out is not None:
-        record.write(options.out, {"command": command, "finished": True, "device": device, **result})
+        record.write(options.out, {"command": command, "device": device, **result})
     print(f"{result['cases']} cases in {result['seconds']} s, {result['outside_their_bound']} outside their bound")
+    if not result["finished"]:
+        print(f"not all of {result['asked']} cases ran: {result['stopped']}")
     print("largest error over its bound:", result["largest_error_over_bound"])
     return 1 if result["outside_their_bound"] or not result["cases"] else 0
 

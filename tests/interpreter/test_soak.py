@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from benchmarks import record
+from sglang_specverify.kernels import run
 from sglang_specverify.kernels.launch import Launch
+from sglang_specverify.kernels.variants import Choice
+from tests.kernels.cases import Config
 
 from . import soak, soak_cases, soak_faults, soak_workers, sweep
+from .soak_outcomes import Outcome, Tally
 
 #: Cases of the test of the soak itself.
 COUNT = {"cuda": 100, "cpu": 10}
@@ -84,7 +88,43 @@ def test_a_faulty_kernel_is_found(device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_time_runs_out(device: str) -> None:
-    assert soak.soak(10, 0.0, 1, 8, device)["cases"] <= 1
+    result = soak.soak(10, 0.0, 1, 8, device)
+    assert result["cases"] <= 1
+    assert result["finished"] is False and result["stopped"] == "time"
+
+
+def test_finished_means_all_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome(number: int, *_: object) -> Outcome:
+        return Outcome(number, "fused", "chain", "", "", 0, 0.5, None, 0.0)
+
+    monkeypatch.setattr(soak, "outcome_of", outcome)
+    result = soak.soak(3, 5, 1, 8, "cpu")
+    assert result["cases"] == 3 and result["finished"] is True and "stopped" not in result
+    tally = Tally()
+    tally.add(outcome(0))
+    assert soak.ended(tally, 2, time.monotonic() + 60) == {"finished": False, "stopped": "too many processes died"}
+
+
+@pytest.mark.parametrize("variant", ["fused", "specialized_split"])
+def test_a_plan_counts_for_the_variant_that_served(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """What a plan is asked for does not tell which kernel takes the call."""
+    monkeypatch.setattr(soak, "case", lambda *_: ("planned", Config(prefix_lens=(3,)), {}))
+    monkeypatch.setattr(soak, "sharpened", lambda *_, **__: "planned_specialized")
+    monkeypatch.setattr(run, "choose", lambda *_: Choice(variant, ""))
+
+    def run_case(*_: object) -> float:
+        run.choose({}, {}, "reference")
+        run.choose({}, {}, "auto", object())
+        return 0.5
+
+    stock = run.choose
+    monkeypatch.setattr(soak, "run_case", run_case)
+    assert soak.outcome_of(0, 1, 8, "cpu").operation == f"planned_{variant}"
+    assert run.choose is stock
+    # A case that failed before was served by none.
+    monkeypatch.setattr(soak, "run_case", lambda *_: 1 / 0)
+    failed = soak.outcome_of(0, 1, 8, "cpu")
+    assert failed.operation == "planned" and failed.error == "ZeroDivisionError: division by zero"
 
 
 def test_sweep_covers_every_kernel_mask_and_cache(device: str) -> None:

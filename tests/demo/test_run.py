@@ -21,6 +21,7 @@ from sglang_specverify.cli import app
 from sglang_specverify.demo import run
 from sglang_specverify.demo.run import Answer, Options
 from sglang_specverify.errors import ArgumentError, SpecverifyError
+from tests.signals import as_in_a_terminal
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ def specverify_demo(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=as_in_a_terminal,
     )
 
 

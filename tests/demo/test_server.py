@@ -19,6 +19,7 @@ from sglang_specverify.demo import server as module
 from sglang_specverify.demo.server import HOST, Server, check_port, command, free_port
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.hardware import NO_GPU, from_name
+from tests.signals import as_in_a_terminal
 
 #: Answers /health at once, echoes JSON, and has a child that left the process group and ignores SIGTERM.
 ANSWERS = """
@@ -139,7 +140,9 @@ print(made._process.pid, flush=True)
 time.sleep(300)
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=as_in_a_terminal
+    )
     assert parent.stdout is not None
     served = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(number)

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.signals import as_in_a_terminal
+
 ROOT = Path(__file__).parents[2]
 
 #: `-m venv DIR` puts this script itself at DIR/bin/python; `-m pip` is recorded and does what $PIP_DOES says.
@@ -67,8 +69,7 @@ def start(clone: Path, *arguments: str, **environment: str) -> subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # What a runner ignores, as under nohup, a shell cannot trap.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        preexec_fn=as_in_a_terminal,
     )
 
 

@@ -29,7 +29,7 @@ from benchmarks import long_context_report, record, report, timing
 from benchmarks.long_context_arms import ARMS
 from benchmarks.long_context_pool import make_pool
 from benchmarks.points import Point
-from benchmarks.verify_attention import run
+from benchmarks.verify_attention import arms_of, run
 from sglang_specverify.hardware import Hardware, detect
 from sglang_specverify.kernels import tables
 
@@ -68,15 +68,9 @@ def main(
 ) -> None:
     """Measure points until the time is used up; a table of all results follows."""
     deadline = time.monotonic() + 60 * minutes
-    if device == "cpu" and not dry_run:
-        raise typer.BadParameter("the CPU is for --dry-run: there is nothing to time", param_hint="--device")
-    unknown = set(skip or ()) - {arm.name for arm in ARMS}
-    if unknown:
-        known = ", ".join(arm.name for arm in ARMS)
-        raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {known}", param_hint="--skip")
+    arms = arms_of(ARMS, skip or (), device, dry_run=dry_run)
     if not dry_run and not allow_untuned and (reason := untuned(detect(), _triton())) is not None:
         raise typer.BadParameter(f"{reason}: pass --allow-untuned to measure all the same", param_hint="--device")
-    arms = [arm for arm in ARMS if arm.name not in (skip or ())]
     wanted = only or list(Selection)
     results = load(resume) if resume is not None and resume.exists() else {"ceilings": None, "checks": [], "points": []}
     where, size = torch.device(device), TINY_POOL if dry_run else round(pool_gb * 1e9)

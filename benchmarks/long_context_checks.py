@@ -15,9 +15,10 @@ import torch
 
 from benchmarks import gate
 from benchmarks.inputs import Inputs
-from benchmarks.long_context_measure import error, why
+from benchmarks.long_context_measure import error
 from benchmarks.long_context_points import chain
 from benchmarks.long_context_pool import Pool, inputs_over
+from benchmarks.measure import why
 from benchmarks.points import Point
 from sglang_specverify import kernels
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks import gate, timing
-from benchmarks.arms import Arm, Call, Unavailable, selected
+from benchmarks.arms import Arm, Call, selected
 from benchmarks.inputs import Inputs
 from benchmarks.long_context_arms import step
-from benchmarks.long_context_points import State, states
+from benchmarks.long_context_points import states
 from benchmarks.long_context_pool import Pool, beyond_32_bits, inputs_over, last_element
-from benchmarks.measure import AGAIN, HOPELESS
+from benchmarks.measure import time_arms, why
 from benchmarks.points import Point
 
 #: Rows of one head that are held to FP64: of a prefix of a million each one reads a quarter of a gigabyte.
@@ -60,7 +58,7 @@ def measure(
         calls = _check(row, made, arms, wanted)
         if ceilings is not None:
             row["floor_us"] = made.work.floor_us(ceilings.bytes_per_s, ceilings.flops_per_s)
-            _time(row, calls, made.layers, states(point))
+            time_arms(row, calls, made.layers, states(point), replay_of)
         if with_step:
             row["step"] = _step(row, made, wanted, timed=ceilings is not None)
         del calls
@@ -114,40 +112,12 @@ def _check(row: dict[str, Any], made: Inputs, arms: Sequence[Arm], wanted: Wante
     return calls
 
 
-def _time(row: dict[str, Any], calls: dict[str, Call], layers: int, chosen: Sequence[State]) -> None:
-    """Add `warm` and `cold` to the arms of `calls`."""
-    if row["selected"] in calls:
-        calls[row["selected"] + AGAIN] = calls[row["selected"]]
-        row["arms"][row["selected"] + AGAIN] = {"group": "again"}
-    if layers == 1:
-        row["note"] = "one layer is more than the cache holds: measured once for both states"
-    for state in chosen if layers > 1 else chosen[:1]:
-        replays: dict[str, timing.Replay] = {}
-        for name, call in calls.items():
-            try:
-                replays[name] = replay_of(call, layers if state == "cold" else 1)
-            except Exception as failure:
-                row["arms"][name]["why"] = f"not captured: {why(failure)}"
-        for name, times in timing.alternate(hurried(replays)).items():
-            found = timing.summarise(times, replays[name].calls).as_dict()
-            row["arms"][name] |= {each: found for each in ((state,) if layers > 1 else chosen)}
-        del replays
-        gc.collect()
-
-
 def replay_of(call: Call, layers: int) -> timing.Replay:
     """A captured arm, or the arm as it is where one call outlasts a replay."""
     once = timing.elapsed_us(lambda: call(0))
     if once >= EAGER_US:
         return timing.Replay(lambda: timing.elapsed_us(lambda: call(0)), 1, timing.SLOW_ROUNDS)
     return timing.capture(call, layers)
-
-
-def hurried(replays: dict[str, timing.Replay]) -> dict[str, timing.Replay]:
-    """Few rounds for what is far behind: they say how slow it is."""
-    first = {name: replay.run() for name, replay in replays.items() if replay.rounds > timing.SLOW_ROUNDS}
-    slow = {name for name, us in first.items() if us > HOPELESS * min(first.values())}
-    return {n: replace(each, rounds=timing.SLOW_ROUNDS) if n in slow else each for n, each in replays.items()}
 
 
 def _step(row: dict[str, Any], made: Inputs, wanted: Wanted, *, timed: bool) -> dict[str, Any]:
@@ -187,10 +157,3 @@ def read_ceiling(device: torch.device) -> float:
     out = torch.empty((), device=device)
     times = [timing.elapsed_us(lambda: torch.sum(source, dim=0, out=out)) for _ in range(timing.ROUNDS + 1)]
     return source.nbytes / statistics.median(times[1:]) * 1e6
-
-
-def why(failure: Exception) -> str:
-    """One line: a person reads it beside numbers."""
-    text = str(failure).strip().splitlines()
-    first = text[0] if text else ""
-    return first[:200] if isinstance(failure, Unavailable) else f"{type(failure).__name__}: {first}"[:200]

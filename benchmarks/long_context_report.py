@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.aims import Row, State, Verdict, verdicts
 from benchmarks.long_context_points import WIDTH, chain
 from benchmarks.points import Point
-from benchmarks.report import verdict_cell
+from benchmarks.report import number, verdict_cell
 
 #: SGLang's own kernels for chains; `upstream_splitkv` it calls on gfx95x alone.
 STOCK = ("fa3", "triton")
@@ -58,17 +58,17 @@ def cells(row: dict[str, Any], most: float | None) -> list[str]:
         variant += f" (selected: {row['selected']})"
     found = [
         row["name"],
-        _number(row.get("floor_us")),
-        _number(cold.ours),
+        number(row.get("floor_us")),
+        number(cold.ours),
         variant,
-        _number(tb_per_s(cold), 2),
-        _number(of_ceiling(cold, most), 2),
-        _number(cold.noise(), 2) if cold.ours else "",
-        _number(cold.us("deterministic")),
+        number(tb_per_s(cold), 2),
+        number(of_ceiling(cold, most), 2),
+        number(cold.noise(), 2) if cold.ours else "",
+        number(cold.us("deterministic")),
     ]
     for name in (*STOCK, "upstream_splitkv"):
         us = cold.us(name)
-        found += [_number(us) or str(row["arms"].get(name, {}).get("why", ""))[:24], _number(cold.ratio(us, cold.ours), 2)]
+        found += [number(us) or str(row["arms"].get(name, {}).get("why", ""))[:24], number(cold.ratio(us, cold.ours), 2)]
     return found
 
 
@@ -101,7 +101,7 @@ def show(results: dict[str, Any], console: Console | None = None, *, markdown: b
         table = Table("a step", "layers", "its one launch", "layers with it", "layers without", box=style)
         for row in steps:
             step = row["step"]
-            times = (_number(step[key]["us"]) for key in ("plan", "with_plan", "without_plan"))
+            times = (number(step[key]["us"]) for key in ("plan", "with_plan", "without_plan"))
             table.add_row(row["name"], str(step["layers"]), *times)
         console.print(table)
     for row in results["checks"]:
@@ -133,10 +133,6 @@ def _missed(found: dict[State, list[Verdict]]) -> list[str]:
             where = "; ".join(f"{name}: {value:.3g}" for name, value in worst[:6])
             texts += [f"missed ({state}): {verdict.aim.what}: {where}"] if worst else []
     return texts
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def main(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ def measure(
     try:
         row["selected"], row["reason"] = selected(made)
     except Exception as failure:
-        row["reason"] = _why(failure)
+        row["reason"] = why(failure)
     calls: dict[str, Call] = {}
     chosen = gate.samples(made)
     for arm in arms:
@@ -48,7 +48,7 @@ def measure(
             row["arms"][arm.name] = _check(arm, made, chosen, calls)
     if ceilings is not None:
         row["floor_us"] = made.work.floor_us(ceilings.bytes_per_s, ceilings.flops_per_s)
-        _time(row, calls, made.layers, states)
+        time_arms(row, calls, made.layers, states)
     if device.type == "cuda":
         # A kernel that read out of bounds shows here at the latest, and takes all that follows with it.
         torch.cuda.synchronize()
@@ -62,15 +62,22 @@ def _check(arm: Arm, made: inputs.Inputs, chosen: list[gate.Sample], calls: dict
         call = arm.build(made)
         found = gate.error(made, call(0), chosen, prefix_only=arm.prefix_only)
     except Exception as failure:
-        return {"group": arm.group, "why": _why(failure)}
+        return {"group": arm.group, "why": why(failure)}
     if not found <= limit:
         return {"group": arm.group, "error": found, "why": f"wrong: relative error {found:.3g}, allowed {limit}"}
     calls[arm.name] = call
     return {"group": arm.group, "error": found}
 
 
-def _time(row: dict[str, Any], calls: dict[str, Call], layers: int, states: Sequence[str]) -> None:
-    """Add `warm` and `cold` to the arms of `calls`."""
+def time_arms(
+    row: dict[str, Any],
+    calls: dict[str, Call],
+    layers: int,
+    states: Sequence[str],
+    capture: Callable[[Call, int], timing.Replay] | None = None,
+) -> None:
+    """Add `warm` and `cold` to the arms of `calls`. `capture` makes the replays, `timing.capture` where None."""
+    capture = capture or timing.capture
     if row["selected"] in calls:
         calls[row["selected"] + AGAIN] = calls[row["selected"]]
         row["arms"][row["selected"] + AGAIN] = {"group": "again"}
@@ -80,21 +87,24 @@ def _time(row: dict[str, Any], calls: dict[str, Call], layers: int, states: Sequ
         replays: dict[str, timing.Replay] = {}
         for name, call in calls.items():
             try:
-                replays[name] = timing.capture(call, layers if state == "cold" else 1)
+                replays[name] = capture(call, layers if state == "cold" else 1)
             except Exception as failure:
-                row["arms"][name]["why"] = f"not captured: {_why(failure)}"
-        first = {name: replay.run() for name, replay in replays.items()}
-        for name, us in first.items():
-            if us > HOPELESS * min(first.values()):
-                replays[name] = replace(replays[name], rounds=min(replays[name].rounds, timing.SLOW_ROUNDS))
-        for name, times in timing.alternate(replays).items():
+                row["arms"][name]["why"] = f"not captured: {why(failure)}"
+        for name, times in timing.alternate(hurried(replays)).items():
             found = timing.summarise(times, replays[name].calls).as_dict()
             row["arms"][name] |= {each: found for each in ((state,) if layers > 1 else states)}
         del replays
         gc.collect()
 
 
-def _why(failure: Exception) -> str:
+def hurried(replays: dict[str, timing.Replay]) -> dict[str, timing.Replay]:
+    """Few rounds for what is far behind: they say how slow it is."""
+    first = {name: replay.run() for name, replay in replays.items() if replay.rounds > timing.SLOW_ROUNDS}
+    slow = {name for name, us in first.items() if us > HOPELESS * min(first.values())}
+    return {n: replace(each, rounds=timing.SLOW_ROUNDS) if n in slow else each for n, each in replays.items()}
+
+
+def why(failure: Exception) -> str:
     """One line: a person reads it beside numbers."""
     text = str(failure).strip().splitlines()
     first = text[0] if text else ""

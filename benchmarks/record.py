@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
     """Versions, hardware, date (UTC) and command of this process."""
     machine = detect()
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date(),
         "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_short, sys.argv[1:])]),
         "versions": {
             "python": platform.python_version(),
@@ -30,6 +30,11 @@ def environment() -> dict[str, Any]:
         },
         "hardware": {"name": machine.name, "arch": machine.arch, "count": machine.count, "driver": _driver()},
     }
+
+
+def date() -> str:
+    """Now, as result files write it."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

@@ -46,14 +46,14 @@ def cells(row: dict[str, Any]) -> list[str]:
         variant += f" (selected: {row['selected']})"
     return [
         row["name"],
-        _number(row.get("floor_us")),
-        _number(ours),
+        number(row.get("floor_us")),
+        number(ours),
         variant,
-        f"{cold.stock_name()} {_number(stock)}" if stock else "none",
-        _number(cold.ratio(stock, ours), 2),
-        _number(cold.ratio(row.get("floor_us"), ours), 2),
-        _number(cold.noise(), 2) if ours else "",
-        _number(warm.ratio(warm.stock(), warm.ours), 2),
+        f"{cold.stock_name()} {number(stock)}" if stock else "none",
+        number(cold.ratio(stock, ours), 2),
+        number(cold.ratio(row.get("floor_us"), ours), 2),
+        number(cold.noise(), 2) if ours else "",
+        number(warm.ratio(warm.stock(), warm.ours), 2),
     ]
 
 
@@ -101,7 +101,7 @@ def show(results: dict[str, Any], console: Console | None = None, *, markdown: b
         for row in results["metadata"]:
             times = (row["arms"][name] for name in ("ours", "fa3"))
             what = f"bs {row['batch']} W {row['width']} L {row['length']}"
-            table.add_row(what, *(_number(arm["warm"]["us"]) if "warm" in arm else arm.get("why", "") for arm in times))
+            table.add_row(what, *(number(arm["warm"]["us"]) if "warm" in arm else arm.get("why", "") for arm in times))
         console.print(table)
     if results["ceilings"] is None:
         return
@@ -111,7 +111,7 @@ def show(results: dict[str, Any], console: Console | None = None, *, markdown: b
         console.print(text, markup=False)
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 

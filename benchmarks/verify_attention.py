@@ -10,11 +10,10 @@ is right, and times nothing. `benchmarks.report` prints what came against what w
 
 from __future__ import annotations
 
-import datetime
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,13 +60,7 @@ def main(
 ) -> None:
     """Measure points until the time is used up; a table of all results follows."""
     deadline = time.monotonic() + 60 * minutes
-    if device == "cpu" and not dry_run:
-        raise typer.BadParameter("the CPU is for --dry-run: there is nothing to time", param_hint="--device")
-    unknown = set(skip or ()) - {arm.name for arm in ARMS}
-    if unknown:
-        known = ", ".join(arm.name for arm in ARMS)
-        raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {known}", param_hint="--skip")
-    arms = [arm for arm in ARMS if arm.name not in (skip or ())]
+    arms = arms_of(ARMS, skip or (), device, dry_run=dry_run)
     where = torch.device(device)
     results = load(resume) if resume else {"earlier": [], "ceilings": None, "points": [], "metadata": []}
     ceilings = None if dry_run else timing.ceilings(where)
@@ -95,12 +88,27 @@ def main(
         for length in metadata.LENGTHS:
             if length not in done and time.monotonic() < deadline:
                 point = Point("tree", metadata.BATCH, metadata.WIDTH, length)
-                results["metadata"].append({**metadata.measure(point, where), "date": date()})
+                results["metadata"].append({**metadata.measure(point, where), "date": record.date()})
                 keep()
     keep()
     report.show(results)
     if not complete:
         typer.echo(f"out of time: go on with --resume {out}")
+
+
+def arms_of(known: Sequence[Arm], skip: Sequence[str], device: str, *, dry_run: bool) -> list[Arm]:
+    """The arms that are not left out.
+
+    Raises:
+        typer.BadParameter: a name that no arm has, or a device that times nothing.
+    """
+    if device == "cpu" and not dry_run:
+        raise typer.BadParameter("the CPU is for --dry-run: there is nothing to time", param_hint="--device")
+    unknown = set(skip) - {arm.name for arm in known}
+    if unknown:
+        names = ", ".join(arm.name for arm in known)
+        raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {names}", param_hint="--skip")
+    return [arm for arm in known if arm.name not in skip]
 
 
 def select(only: Iterable[Selection], quick: bool) -> list[Point]:
@@ -136,18 +144,13 @@ def run(
         except Exception as failure:
             row = {"name": point.name, "point": point.as_dict(), "why": f"{type(failure).__name__}: {failure}"[:300]}
             typer.echo(report.line(row))
-        rows.append({**row, "date": date()})
+        rows.append({**row, "date": record.date()})
         keep()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             gc.collect()
             torch.cuda.empty_cache()
     return True
-
-
-def date() -> str:
-    """Now, as result files write it; `record.environment` would ask the driver for its version once more for each row."""
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def load(path: Path) -> dict[str, Any]:

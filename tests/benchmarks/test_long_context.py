@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import gate, long_context, timing
+from benchmarks import gate, long_context, measure, timing
 from benchmarks import long_context_checks as checks
 from benchmarks import long_context_compile as compiling
 from benchmarks import long_context_measure as measuring
@@ -144,7 +144,8 @@ def test_slow_arms_are_timed_as_they_are_and_in_few_rounds(monkeypatch: pytest.M
     monkeypatch.setattr(timing, "capture", capture)
     monkeypatch.setattr(timing, "elapsed_us", lambda work: times[work()])
     row: dict[str, Any] = {"selected": "ours", "arms": {name: {"group": "ours"} for name in times}}
-    measuring._time(row, {name: lambda layer, name=name: name for name in times}, 5, ("warm", "cold"))
+    calls = {name: lambda layer, name=name: name for name in times}
+    measure.time_arms(row, calls, 5, ("warm", "cold"), measuring.replay_of)
     assert {name for name, _ in seen} == {"ours", "near", "far", "broken"} and {layers for _, layers in seen} == {1, 5}
     for state in ("warm", "cold"):
         assert (

@@ -187,7 +187,7 @@ def timed_row(monkeypatch: pytest.MonkeyPatch, layers: int, states: list[str], t
         return timing.Replay(lambda: times[name], calls=3)
 
     monkeypatch.setattr(timing, "capture", capture)
-    measure._time(row, {name: lambda layer, name=name: name for name in times}, layers, states)
+    measure.time_arms(row, {name: lambda layer, name=name: name for name in times}, layers, states)
     return row | {"captured": captured}
 
 

@@ -60,6 +60,26 @@ def device() -> str:
     return _STATE["device"]
 
 
+@pytest.fixture
+def specialized(device: str) -> None:
+    """Where the kernel with specialised warps runs: on its hardware, or in its emulator."""
+    if device == "cuda":
+        import torch
+
+        from sglang_specverify.kernels.launch import arch_of
+        from sglang_specverify.kernels.specialized import ARCH
+
+        if arch_of(torch.device(device)) != ARCH:
+            pytest.skip(f"the kernel is written for {ARCH}")
+
+
+@pytest.fixture
+def emulated(device: str) -> None:
+    """What only its emulator shows."""
+    if device == "cuda":
+        pytest.skip("shown by the emulator, which a GPU does without")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _STATE.get("device") != "cuda":
         for item in items:

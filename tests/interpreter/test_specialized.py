@@ -13,24 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_specverify.kernels.launch import arch_of
-from sglang_specverify.kernels.specialized import ARCH
 from tests.kernels.cases import Config
 
 from .specialized_calls import BASE, CONFIGS, KINDS, build, check
 from .strategies import HALF, LSE_LAYOUTS
 
-
-@pytest.fixture(autouse=True)
-def served(device: str) -> None:
-    if device == "cuda" and arch_of(torch.device(device)) != ARCH:
-        pytest.skip(f"the kernel is written for {ARCH}")
-
-
-@pytest.fixture
-def emulated(device: str) -> None:
-    if device == "cuda":
-        pytest.skip("shown by the emulator, which a GPU does without")
+pytestmark = pytest.mark.usefixtures("specialized")
 
 
 @st.composite

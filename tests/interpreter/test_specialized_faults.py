@@ -20,16 +20,12 @@ from .gluon_memory import Barrier, Memory, Shared
 from .gluon_tensors import Buffer, Fault, Pointer, Tensor, arange, load, maximum, where
 from .specialized_calls import BASE, build, check, launch_of
 
+pytestmark = pytest.mark.usefixtures("emulated")
+
 FULL, EMPTY = ["q_full", "k_full", "v_full"], ["q_empty", "k_empty", "v_empty"]
 
 #: What a fault may show as: the emulator's word, or numbers outside their bounds.
 FOUND = (Fault, AssertionError)
-
-
-@pytest.fixture(autouse=True)
-def emulated(device: str) -> None:
-    if device == "cuda":
-        pytest.skip("shown by the emulator, which a GPU does without")
 
 
 def several_items(**changes: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import from_name
 from sglang_specverify.kernels import plan_verify_attention, run, verify_attention
 from sglang_specverify.kernels.arguments import VerifyArguments, check_verify
-from sglang_specverify.kernels.launch import arch_of
 from sglang_specverify.kernels.specialized import ARCH
 from tests.kernels.cases import Config
 
@@ -29,19 +28,9 @@ from .plans import counters, divided, plan_for
 from .specialized_calls import BASE, CONFIGS, DEFAULTS, KINDS, build, check
 from .strategies import HALF
 
+pytestmark = pytest.mark.usefixtures("specialized")
+
 LONG = BASE.but(prefix_lens=(700, 0, 130), widths=20, q_heads=8, kv_heads=2)
-
-
-@pytest.fixture(autouse=True)
-def served(device: str) -> None:
-    if device == "cuda" and arch_of(torch.device(device)) != ARCH:
-        pytest.skip(f"the kernel is written for {ARCH}")
-
-
-@pytest.fixture
-def emulated(device: str) -> None:
-    if device == "cuda":
-        pytest.skip("shown by the emulator, which a GPU does without")
 
 
 @st.composite

@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from tests.gpu.environment import prepare
 
 COLUMNS = ("eager", "graph", "longer", "fewer", "rows lost")
@@ -24,12 +26,13 @@ COLUMNS = ("eager", "graph", "longer", "fewer", "rows lost")
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", default="", help="run the cases whose name has this in it")
-    wanted, device = parser.parse_args().case, prepare()
+    parser.add_argument("--out", type=Path, help="result file to write")
+    args, device = parser.parse_args(), prepare()
     # SGLang decides when it is imported where it runs.
     from tests.gpu import parity
 
-    cases = [case for case in parity.CASES if wanted in case.name]
-    failed, begin = 0, time.monotonic()
+    cases = [case for case in parity.CASES if args.case in case.name]
+    failed, begin, rows = 0, time.monotonic(), list[dict[str, Any]]()
     print(
         f"{'case':34} {'page':>4} {'cache':6} {'kernel':20}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'us':>9}  result"
     )
@@ -49,6 +52,9 @@ def main() -> int:
         print(f"{head}{cells}{row.get('us', float('nan')):9.1f}  {text}", flush=True)
         if problem:
             print(problem, flush=True)
+        rows.append({"case": case.name, "page_size": case.page_size, "cache": case.cache_name, **row, "result": text})
+        if args.out is not None:
+            record.write(args.out, {"command": "python -m tests.gpu.backend_parity", "device": device, "rows": rows})
     print(f"{failed} of {len(cases)} failed; {time.monotonic() - begin:.0f} s on {device}")
     return int(failed > 0)
 

@@ -69,6 +69,11 @@ FLAGS = (
         "kernel (fused).",
         ("auto", "fused"),
     ),
+    Flag(
+        f"{PREFIX}MTP",
+        "1",
+        "Load the MTP part of a Qwen3.5 checkpoint of Quark in the types that its files have; 0 leaves it to SGLang, which goes by the exclude list.",
+    ),
 )
 
 #: SGLang's own switches. The plugin inherits their meaning and changes none.
@@ -97,6 +102,7 @@ class Flags:
     draft_decode: bool = True
     tree_kernel: str = "auto"
     chain_kernel: str = "auto"
+    mtp: bool = True
 
 
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}

@@ -12,6 +12,7 @@ from sglang_specverify import __version__, flags
 from sglang_specverify.door.handshake import write_record
 from sglang_specverify.door.request import Request, wants_plugin
 from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.mtp import install as mtp
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def install() -> None:
     Upstream points (SGLang 0.5.22 and 0.5.23; the drift guard in the tests watches them):
     `attention_registry.ATTENTION_BACKENDS`, `DraftBackendFactory._create_{fa3,fa4,triton,aiter}_{decode,prefill}_backend`,
     `Scheduler.get_init_info`, `Scheduler.get_internal_state`, `scheduler.get_exception_traceback`,
-    `dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS`.
+    `dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS`, and `loader._initialize_model`, which `mtp.install` wraps.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.managers import scheduler
@@ -48,6 +49,7 @@ def install() -> None:
     _patch(scheduler.Scheduler, "get_internal_state", _with_routes)
     _patch(scheduler, "get_exception_traceback", _without_traceback)
     _keep_dflash_mask_rule()
+    mtp.install()
 
 
 def _once(stock: Callable[..., Any], wrap: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:

@@ -72,7 +72,8 @@ FLAGS = (
     Flag(
         f"{PREFIX}MTP",
         "1",
-        "Load the MTP part of a Qwen3.5 checkpoint of Quark in the types that its files have; 0 leaves it to SGLang, which goes by the exclude list.",
+        "Load the MTP part of a Qwen3.5 checkpoint of Quark's in the types that its files have; 0 leaves it to SGLang, which "
+        "goes by the exclude list.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) modules of Qwen3.5 checkpoints quantised by AMD Quark: which type each has, and loading them so."""
+"""Multi-token prediction (MTP) modules of Qwen3.5 checkpoints quantised by AMD Quark: the type of each, and loading it so."""
 
 from __future__ import annotations
 

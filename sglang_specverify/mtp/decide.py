@@ -1,8 +1,8 @@
 """How the MTP part of a checkpoint is to be built: one type for each module that SGLang builds, told by the files.
 
-The files decide. config.json is read for what it adds, and where it says otherwise the difference is noted. A checkpoint whose experts
-(or projections that SGLang fuses) do not share one type, or whose exclude list names some of the experts alone, is refused with
-the tensors' names.
+The files decide. config.json is read for what it adds, and where it says otherwise the difference is noted. A checkpoint whose
+experts (or projections that SGLang fuses) do not share one type, or whose exclude list names some of the experts alone, is
+refused with the tensors' names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMEDY = "quantise all of them or none, and list the same in `exclude`; SGLANG_
 class Built:
     """One module as SGLang builds it, `name` in SGLang's spelling, from one or more `stored` ones.
 
-    `type` is theirs; where they differ, all of them joined by "+", which for a checkpoint of Quark's happens to plain types alone.
+    `type` is theirs; where they differ, all joined by "+", which for a checkpoint of Quark's happens to plain types alone.
     `note` says where config.json disagrees with the files; "" where it does not.
     """
 

@@ -1,8 +1,8 @@
 """The hook: SGLang builds the MTP part of a Quark checkpoint in the types that the checkpoint's files have.
 
-Fault: SGLang 0.5.22 and 0.5.23 tell from the exclude list alone whether the MTP part is quantised (`qwen3_5_mtp._mtp_quant_config`), by
-names that start with `mtp.` and contain `mlp.experts`. Other spellings, and checkpoints that leave the MTP part unquantised without
-saying so, are built in the wrong type. The fix goes when SGLang asks the files.
+Fault: SGLang 0.5.22 and 0.5.23 tell from the exclude list alone whether the MTP part is quantised, by names that start with
+`mtp.` and contain `mlp.experts` (`qwen3_5_mtp._mtp_quant_config`). Other spellings, and checkpoints that leave the MTP part
+unquantised without saying so, are built in the wrong type. The fix goes when SGLang asks the files.
 
 SGLang's one point where a model class meets its checkpoint and its quantisation is `loader._initialize_model`; it is wrapped, and
 for every other model it is called as it came. Nothing else is imported or patched, the model's own module included.

@@ -62,8 +62,8 @@ def _names(tail: str) -> list[str]:
 def spec_for(built: Built, config: CheckpointConfig) -> Spec:
     """Quark's spec for a quantised module: the configuration's own where one fits the tensors, else made from them.
 
-    Made specs quantise activations as Quark's exports of that weight type do: MXFP4 with dynamic MXFP4, FP8 with FP8, static where the
-    files hold input scales.
+    Made specs quantise activations as Quark's exports of that weight type do: MXFP4 with dynamic MXFP4, FP8 with FP8, static
+    where the files hold input scales.
 
     Raises:
         SpecverifyError: the type is none that SGLang's Quark code can build.

@@ -45,6 +45,7 @@ def scheduler_process(door: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     from sglang.srt.layers.attention import attention_registry, hybrid_attn_backend
     from sglang.srt.managers import scheduler
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+    from sglang.srt.model_loader import loader
     from sglang.srt.speculative import dflash_utils
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -59,6 +60,7 @@ def scheduler_process(door: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         (scheduler.Scheduler, "get_internal_state"),
         (scheduler, "get_exception_traceback"),
         (dflash_utils, "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"),
+        (loader, "_initialize_model"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(attention_backend_setup, "attn_backend_wrapper", lambda runner, backend: backend)

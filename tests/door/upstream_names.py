@@ -78,6 +78,7 @@ NAMES: tuple[str, ...] = (
         "get_observability",
         "get_parallel",
         "get_platform",
+        "get_server_args",
         "get_spec",
     ),
     # The launcher and its schedulers.
@@ -157,6 +158,17 @@ NAMES: tuple[str, ...] = (
     *_in("speculative.eagle_worker_common", "build_eagle_verify_input"),
     *_in("speculative.ngram_worker", "USE_FULL_MASK", "_is_cpu"),
     *_in("speculative.dflash_utils", "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"),
+    # An MTP part on its way from the files: which files, which architecture, which quantisation, which parameters.
+    *_in("model_loader.loader", "_initialize_model", "_get_quantization_config", "DefaultModelLoader._prepare_weights"),
+    *_in("model_loader.weight_utils", "filter_duplicate_safetensors_files"),
+    *_in("configs.model_config", "ModelConfig._config_draft_model"),
+    *_in("models.qwen3_5_mtp", "_mtp_quant_config", *_methods("Qwen3_5ForCausalLMMTP", ("__init__", "load_weights"))),
+    *_in(
+        "layers.quantization.quark.quark",
+        *_methods("QuarkConfig", ("__init__", "get_quant_method", "_find_matched_config", "can_fuse_shared_expert")),
+        *_methods("QuarkConfig", ("_get_block_fp8_config", "_is_fp8_w8a8", "_is_mx_fp4")),
+    ),
+    *_in("layers.quantization.quark.utils", "should_ignore_layer", "_is_equal_or_regex_match"),
 )
 
 #: Names that a module passes on from where they are defined.
@@ -167,6 +179,7 @@ MODULES = (
     f"{_SRT}arg_groups.choices",
     f"{_SRT}layers.attention.flashattention_backend",
     f"{_SRT}managers.scheduler",
+    f"{_SRT}model_loader.loader",
     f"{_SRT}speculative.dflash_utils",
     f"{_SRT}speculative.ngram_worker",
 )

@@ -1,146 +1,36 @@
-"""Tiny Qwen3.5 checkpoints with an MTP layer, in every kind in which Quark's are published, and in some that nobody should publish.
+"""Tiny Qwen3.5 checkpoints with an MTP layer, of every kind in `kinds`.
 
-Values of packed modules come from the FP4 grid (E2M1) times powers of two, so that packing loses nothing and what a loader made of them
-can be compared with `==`.
+Values of packed modules come from the FP4 grid (E2M1) times powers of two, so that packing loses nothing and what a loader made
+of them can be compared with `==`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-HIDDEN, INNER, EXPERTS, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 64, 32, 4, 64, 4, 2, 16, 4
-#: The eight magnitudes of E2M1, by code; bit 3 is the sign. OCP Microscaling Formats (MX) v1.0, section 5.3.3.
-GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCK = 32
-
-_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK, "scale_format": "e8m0"}
-_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
-MXFP4_SPEC = {
-    "weight": {**_FP4, "is_dynamic": False},
-    "input_tensors": {**_FP4, "is_dynamic": True},
-    "output_tensors": None,
-    "bias": None,
-}
-FP8_SPEC = {
-    "weight": {**_FP8, "is_dynamic": False},
-    "input_tensors": {**_FP8, "is_dynamic": True},
-    "output_tensors": None,
-    "bias": None,
-}
-BLOCK_SPEC = {**FP8_SPEC, "weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [BLOCK, BLOCK], "is_dynamic": False}}
-
-ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
-SHARED = tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down"))
-GATES = ("mlp.gate", "mlp.shared_expert_gate")
-SINGLE = tuple(f"mlp.experts.{expert}.{name}_proj" for expert in range(EXPERTS) for name in ("gate", "up", "down"))
-DENSE = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
-
-
-def listed(*modules: str, layer: str = "mtp.layers.0.") -> list[str]:
-    """An exclude list with `fc` and these modules of the MTP layer."""
-    return ["mtp.fc", *(f"{layer}{module}" for module in modules)]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One checkpoint. `packed` and `fp8` name what is stored so, by beginnings of the names in the layer; all else is bf16.
-
-    Args:
-        exclude: as it stands in config.json.
-        fp8_scales: one scale a "tensor", a "channel" or a "block" of BLOCK by BLOCK.
-        layer: what the files call the MTP layer.
-        dense: the layer has an MLP and no experts.
-        fused: the experts lie in two tensors.
-        fused_rows: gate and up, and q, k and v, lie in one tensor each.
-        shards: number of files; more than one come with an index.
-        method: quantisation method; None for a checkpoint that is not quantised.
-    """
-
-    packed: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    fp8: tuple[str, ...] = ()
-    fp8_scales: str = "tensor"
-    layer: str = "mtp.layers.0."
-    dense: bool = False
-    fused: bool = False
-    fused_rows: bool = False
-    shards: int = 1
-    method: str | None = "quark"
-    layer_specs: dict[str, Any] = field(default_factory=dict)
-
-
-#: Every module of an MTP layer with experts, as a list names it.
-ALL = (*ATTENTION, *SHARED, *GATES, *SINGLE)
-KINDS = {
-    "all bf16, listed": Kind(exclude=tuple(listed(*ALL))),
-    "all bf16, not listed": Kind(shards=3),
-    "all bf16, by parent": Kind(exclude=("mtp.*",)),
-    "all bf16, by parent without glob": Kind(exclude=("mtp",)),
-    "all bf16, by pattern": Kind(exclude=("re:mtp.*",)),
-    "all bf16, by two globs": Kind(exclude=tuple([*listed(*ATTENTION), "mtp.layers.0.mlp*"])),
-    "mixed": Kind(("mlp.experts",), tuple(listed(*ATTENTION, *SHARED, *GATES)), shards=2),
-    "mixed, listed by absolute index": Kind(
-        ("mlp.experts",), tuple(listed(*ATTENTION, *SHARED, *GATES, layer=f"model.layers.{DEPTH}."))
-    ),
-    "mixed, experts bf16": Kind(ATTENTION, tuple(listed(*SHARED, *GATES, *SINGLE))),
-    "mixed, FP8 attention": Kind(
-        ("mlp.experts",), tuple(listed(*SHARED, *GATES)), ATTENTION, layer_specs={"*self_attn*": FP8_SPEC}
-    ),
-    "mixed, FP8 attention by channel, not said": Kind(
-        ("mlp.experts",), tuple(listed(*SHARED, *GATES)), ATTENTION, fp8_scales="channel"
-    ),
-    "mixed, FP8 attention by block": Kind(
-        ("mlp.experts",), tuple(listed(*SHARED, *GATES)), ATTENTION, "block", layer_specs={"*self_attn*": BLOCK_SPEC}
-    ),
-    "mixed, in all three types and one tensor a fused module": Kind(
-        ("mlp.experts",), tuple(listed("self_attn.qkv_proj", *GATES)), ("mlp.shared_expert.",), fused=True, fused_rows=True
-    ),
-    "all packed": Kind(("mlp.experts", *ATTENTION, *SHARED), tuple(listed(*GATES))),
-    "bf16 experts in two tensors": Kind(
-        SHARED, tuple(listed(*ATTENTION, *GATES, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")), fused=True
-    ),
-    "stored by absolute index": Kind(
-        ("mlp.experts",), tuple(listed(*ATTENTION, *SHARED, *GATES)), layer=f"mtp.layers.{DEPTH}."
-    ),
-    "stored under the language model": Kind(
-        ("mlp.experts",), tuple(listed(*ATTENTION, *SHARED, *GATES)), layer="model.mtp.layers.0."
-    ),
-    "dense, all bf16": Kind(exclude=tuple(listed(*ATTENTION, *DENSE)), dense=True),
-    "dense, all bf16, by parent": Kind(exclude=("mtp.layers.0.*", "mtp.fc"), dense=True),
-    "dense, mixed": Kind(("mlp.",), tuple(listed(*ATTENTION)), dense=True),
-}
-_MIXED = tuple(listed(*ATTENTION, *SHARED, *GATES))
-#: Contradictory ones, and what the refusal must name.
-BROKEN = {
-    "a few experts excluded": (
-        Kind(("mlp.experts",), (*_MIXED, "mtp.layers.0.mlp.experts.2.down_proj")),
-        ("names 1 of its 12 weights", "mtp.layers.0.mlp.experts.2.down_proj"),
-    ),
-    "a few experts stored otherwise": (
-        Kind(tuple(f"mlp.experts.{expert}." for expert in (0, 1, 3)), _MIXED, shards=2),
-        ("3 as unquantised: mtp.layers.0.mlp.experts.2.down_proj.weight (BF16 [64, 32]", "9 as mxfp4 per_group"),
-    ),
-    "one projection of all experts stored otherwise": (
-        Kind(tuple(f"mlp.experts.{expert}.down" for expert in range(EXPERTS)), _MIXED),
-        ("stored in 2", "mtp.layers.0.mlp.experts.0.gate_proj.weight (BF16 [32, 64], model.safetensors)"),
-    ),
-    "q and k packed, v not": (
-        Kind(("self_attn.q_proj", "self_attn.k_proj"), ("mtp.*",)),
-        ("mtp.layers.0.self_attn.qkv_proj is one module", "mtp.layers.0.self_attn.v_proj.weight (BF16 [32, 64]"),
-    ),
-    "fc packed": (Kind(("mtp.fc",)), ("mtp.fc is stored as mxfp4", "SGLang builds it unquantised")),
-}
-#: Checkpoints that Quark did not make; the second is what SGLang's FP8 method reads.
-OTHERS = {
-    "not quantised": Kind(method=None),
-    "FP8": Kind(fp8=(*ATTENTION, *SHARED, "mlp.experts"), method="fp8"),
-}
+from tests.mtp.kinds import (
+    ATTENTION,
+    BLOCK,
+    DENSE,
+    DEPTH,
+    EXPERTS,
+    GRID,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    MXFP4_SPEC,
+    SHARED,
+    SINGLE,
+    VOCABULARY,
+    Kind,
+)
 
 
 def pack(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
@@ -165,7 +55,7 @@ _SHARED = ("lm_head",)
 
 def spread(scale: torch.Tensor) -> torch.Tensor:
     """Scales of one a tensor, a channel or a block, in FP64, so that they multiply the weight."""
-    wide = scale.double()
+    wide = scale.double()[:, None] if scale.dim() == 1 else scale.double()
     return wide.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1) if wide.dim() == 2 and wide.shape[1] > 1 else wide
 
 
@@ -201,8 +91,8 @@ class Written:
             self.tensors[f"{stored}.weight_scale"] = (exponents + 127).to(torch.uint8)
         elif name.startswith(self.kind.fp8) and self.kind.fp8:
             weight = torch.randn(shape, generator=self._random).to(torch.float8_e4m3fn)
-            blocks = (shape[0] // BLOCK, shape[1] // BLOCK)
-            scale = torch.rand({"tensor": (), "channel": (shape[0], 1), "block": blocks}[self.kind.fp8_scales], generator=self._random)
+            scales = {"tensor": (), "channel": (shape[0], 1), "block": (shape[0] // BLOCK, shape[1] // BLOCK)}
+            scale = torch.rand(scales[self.kind.fp8_scales], generator=self._random)
             value = weight.double() * spread(scale)
             self.tensors[f"{stored}.weight"], self.tensors[f"{stored}.weight_scale"] = weight, scale
         else:
@@ -234,12 +124,12 @@ class Written:
 def write(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:
     """Write `tensors`, dealt to `shards` files, with an index where there are several."""
     if shards == 1:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
         return
     weight_map = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        mine = {name: tensor.contiguous() for number, (name, tensor) in enumerate(tensors.items()) if number % shards == shard}
+        mine = {name: tensor.clone() for number, (name, tensor) in enumerate(tensors.items()) if number % shards == shard}
         save_file(mine, directory / file)
         weight_map.update(dict.fromkeys(mine, file))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

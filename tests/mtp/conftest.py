@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.mtp.checkpoints import BROKEN, KINDS, OTHERS, Written
+from tests.mtp.checkpoints import Written
+from tests.mtp.kinds import BROKEN, KINDS, OTHERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +56,15 @@ class Loaded:
 def loaded(written: dict[str, Written], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     """Kind -> what SGLang's own loader makes of it, alone and with the hook."""
     out = tmp_path_factory.mktemp("loaded")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.mtp.load", str(out), *(str(one.directory) for one in written.values())]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.mtp.load",
+        str(out),
+        *(str(one.directory) for one in written.values()),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     environment |= {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tests.mtp.models"

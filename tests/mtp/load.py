@@ -5,8 +5,8 @@
 OUT gets a file of parameters for each load that succeeded and `outcomes.json`: for each directory and way of loading the error or
 null, whether it was the plugin's, and how many tensors were read.
 
-A process of its own: SGLang keeps its configuration and groups in globals. Replaced are what a CPU does not have and loading does not
-need: the device's capability, which gates FP8 and FP4; vLLM's rotary kernel, which is only imported; and the step after
+A process of its own: SGLang keeps its configuration and groups in globals. Replaced are what a CPU does not have and loading
+does not need: the device's capability, which gates FP8 and FP4; vLLM's rotary kernel, which is only imported; and the step after
 loading, which reorders weights for AMD's kernels and would hide what was loaded.
 """
 
@@ -28,7 +28,6 @@ def prepare() -> None:
     import socket
 
     import msgspec
-
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.runtime_context import get_context, get_parallel
 

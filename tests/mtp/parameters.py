@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from tests.mtp.checkpoints import BLOCK, HEAD_DIM, HEADS, INNER, KV_HEADS, spread, unpack
+from tests.mtp.checkpoints import spread, unpack
+from tests.mtp.kinds import BLOCK, HEAD_DIM, HEADS, INNER, KV_HEADS
 
 #: Rows of a fused parameter -> the projections that lie there, in order.
 _ROWS = {

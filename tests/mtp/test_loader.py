@@ -1,4 +1,4 @@
-"""Every kind of checkpoint, loaded by SGLang's own loader with the hook: each module in the type and with the values of its file."""
+"""Every kind of checkpoint, loaded by SGLang's own loader with the hook: each module has its file's type and values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sglang_specverify.mtp import mtp_module_types
-from tests.mtp.checkpoints import BROKEN, KINDS, OTHERS, Written
+from tests.mtp.checkpoints import Written
 from tests.mtp.conftest import Load, Loaded
+from tests.mtp.kinds import BROKEN, KINDS, OTHERS
 from tests.mtp.parameters import value_of
 
 #: What SGLang 0.5.22 and 0.5.23 do by themselves: an error while they load,
@@ -54,7 +55,7 @@ def test_loads_what_was_written(name: str, written: dict[str, Written], loaded: 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_sglang_does_by_itself(name: str, written: dict[str, Written], loaded: dict[str, Loaded]) -> None:
-    """Where it is right, the hook changes no parameter's name, type or bit; where it is not, these tests would fail without it."""
+    """Where it is right, the hook changes no parameter's name, type or bit; where it is not, the test above needs the hook."""
     alone, hooked = loaded[name].stock, loaded[name].hooked
     if name in RAISES:
         assert alone.error is not None and not alone.ours and alone.read > 0

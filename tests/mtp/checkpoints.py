@@ -105,7 +105,8 @@ class Written:
     def _stack_experts(self) -> None:
         """All experts of a projection in one tensor, gate above up, and scales beside it."""
         base = f"{self.kind.layer}mlp.experts."
-        for part, ending in (("weight", ""), ("weight_scale", "_scale")):
+        bare = {"weight": "", "weight_scale": "_scale"}
+        for part, ending in bare.items() if self.kind.fused == "_" else ((part, f".{part}") for part in bare):
             if f"{base}0.gate_proj.{part}" not in self.tensors:
                 continue
             take = [

@@ -48,7 +48,7 @@ class Kind:
         fp8_scales: one scale a "tensor", a "channel" or a "block" of BLOCK by BLOCK.
         layer: what the files call the MTP layer.
         dense: the layer has an MLP and no experts.
-        fused: the experts lie in two tensors.
+        fused: the experts lie in two tensors; "_" where these are named as their modules, "." where `.weight` follows.
         fused_rows: gate and up, and q, k and v, lie in one tensor each.
         shards: number of files; more than one come with an index.
         method: quantisation method; None for a checkpoint that is not quantised.
@@ -60,7 +60,7 @@ class Kind:
     fp8_scales: str = "tensor"
     layer: str = "mtp.layers.0."
     dense: bool = False
-    fused: bool = False
+    fused: str = ""
     fused_rows: bool = False
     shards: int = 1
     method: str | None = "quark"
@@ -68,6 +68,7 @@ class Kind:
 
 
 #: Every module of an MTP layer with experts, as a list names it.
+_MIXED = tuple(listed(*ATTENTION, *SHARED, *GATES))
 ALL = (*ATTENTION, *SHARED, *GATES, *SINGLE)
 KINDS = {
     "all bf16, listed": Kind(exclude=tuple(listed(*ALL))),
@@ -91,12 +92,14 @@ KINDS = {
         ("mlp.experts",), tuple(listed(*SHARED, *GATES)), ATTENTION, "block", layer_specs={"*self_attn*": BLOCK_SPEC}
     ),
     "mixed, in all three types and one tensor a fused module": Kind(
-        ("mlp.experts",), tuple(listed("self_attn.qkv_proj", *GATES)), ("mlp.shared_expert.",), fused=True, fused_rows=True
+        ("mlp.experts",), tuple(listed("self_attn.qkv_proj", *GATES)), ("mlp.shared_expert.",), fused="_", fused_rows=True
     ),
     "all packed": Kind(("mlp.experts", *ATTENTION, *SHARED), tuple(listed(*GATES))),
     "bf16 experts in two tensors": Kind(
-        SHARED, tuple(listed(*ATTENTION, *GATES, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")), fused=True
+        SHARED, tuple(listed(*ATTENTION, *GATES, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")), fused="_"
     ),
+    "mixed, experts in two tensors": Kind(("mlp.experts",), _MIXED, fused="_"),
+    "mixed, experts in two tensors with endings": Kind(("mlp.experts",), _MIXED, fused="."),
     "stored by absolute index": Kind(("mlp.experts",), tuple(listed(*ATTENTION, *SHARED, *GATES)), layer=f"mtp.layers.{DEPTH}."),
     "stored under the language model": Kind(
         ("mlp.experts",), tuple(listed(*ATTENTION, *SHARED, *GATES)), layer="model.mtp.layers.0."
@@ -105,7 +108,6 @@ KINDS = {
     "dense, all bf16, by parent": Kind(exclude=("mtp.layers.0.*", "mtp.fc"), dense=True),
     "dense, mixed": Kind(("mlp.",), tuple(listed(*ATTENTION)), dense=True),
 }
-_MIXED = tuple(listed(*ATTENTION, *SHARED, *GATES))
 #: Contradictory ones, and what the refusal must name.
 BROKEN = {
     "a few experts excluded": (

@@ -21,6 +21,7 @@ RAISES = {
     "mixed, experts bf16",
     "mixed, FP8 attention by channel, not said",
     "mixed, in all three types and one tensor a fused module",
+    "mixed, experts in two tensors with endings",
     "bf16 experts in two tensors",
     "dense, all bf16, by parent",
 }

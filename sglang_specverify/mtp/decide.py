@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """In the words of docs/mtp.md."""
+        """For people: which of the modules that can be are quantised, and whether there are experts."""
         able = [built for built in self.built if built.quantizable]
         if not able:
             return "no MTP" if not self.built else "MTP without projections"

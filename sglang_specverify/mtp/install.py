@@ -62,13 +62,21 @@ def wrapped(stock: Callable[..., Any]) -> Callable[..., Any]:
         loading.check(plan, (name for name, _ in model.named_parameters()), shared_expert_fused=fused)
         changes = loading.changes(plan)
         if changes:
-            load = model.load_weights
             # On the instance, so that no other model is touched.
-            model.load_weights = lambda weights, *args, **kwargs: load(loading.changed(weights, changes), *args, **kwargs)
+            model.load_weights = _changing(model.load_weights, changes, plan.config.num_hidden_layers)
         _say(plan)
         return model
 
     return initialize_model
+
+
+def _changing(load: Callable[..., Any], changes: Any, num_hidden_layers: int) -> Callable[..., Any]:
+    from sglang_specverify.mtp import loading
+
+    def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(loading.changed(weights, changes, num_hidden_layers), *args, **kwargs)
+
+    return load_weights
 
 
 def is_quark_mtp(model_config: Any, quant_config: Any) -> bool:
@@ -96,7 +104,7 @@ def _plan(model_config: Any, load_config: Any) -> Any:
     Raises:
         SpecverifyError: the checkpoint is contradictory or broken; or, in strict mode, it would be left to SGLang.
     """
-    from sglang_specverify.mtp import decide, quark
+    from sglang_specverify.mtp import decide, headers, quark
 
     if str(getattr(load_config.load_format, "value", load_config.load_format)) == "dummy":
         return None
@@ -105,6 +113,12 @@ def _plan(model_config: Any, load_config: Any) -> Any:
         return _left(f"{model_config.model_path} is not on this machine yet")
     if not any(directory.glob("*.safetensors")):
         return _left(f"{directory} has no safetensors file")
+    if not os.path.isdir(model_config.model_path):
+        try:
+            headers.read_index(directory)
+        except SpecverifyError:
+            # SGLang will fetch the rest of it.
+            return _left(f"{model_config.model_path} is not whole on this machine yet")
     plan = decide.read_plan(directory)
     if not plan.built:
         return _left(f"the files of {directory} hold no MTP tensors")

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.mtp.decide import Plan
-from sglang_specverify.mtp.names import built_name
+from sglang_specverify.mtp.names import built_name, canonical
 from sglang_specverify.mtp.quark import LAYER
 from sglang_specverify.mtp.witness import StoredModule
 
@@ -43,10 +43,13 @@ def changes(plan: Plan) -> dict[str, Change]:
     return found
 
 
-def changed(weights: Iterable[tuple[str, Any]], table: Mapping[str, Change]) -> Iterator[tuple[str, Any]]:
-    """`weights` with the changes of `table`; all others pass as they are."""
+def changed(weights: Iterable[tuple[str, Any]], table: Mapping[str, Change], num_hidden_layers: int) -> Iterator[tuple[str, Any]]:
+    """`weights` with the changes of `table`.
+
+    What belongs to no weight, as a scale of the cache, gets SGLang's spelling alone; what is not of the MTP part passes as it is.
+    """
     for name, tensor in weights:
-        change = table.get(name, Change(name))
+        change = table.get(name) or Change(canonical(name, num_hidden_layers) or name)
         yield change.name, tensor.reshape(-1) if change.flat else tensor
 
 

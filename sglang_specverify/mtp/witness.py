@@ -17,7 +17,7 @@ _E8M0 = ("U8", "F8_E8M0")
 #: Values in one byte, and values that share a scale: OCP Microscaling Formats (MX) v1.0, and NVFP4.
 _PACKED, _MX_BLOCK, _NV_BLOCK = 2, 32, 16
 #: Endings of a scale that belongs to a tensor without `.weight`, as `experts.gate_up_proj_scale` does.
-_BARE_SCALES = ("_weight_scale", "_scale")
+_BARE_SCALES = ("_weight_scale", "_weight_scale_inv", "_scale", "_scale_inv")
 
 
 @dataclass(frozen=True)

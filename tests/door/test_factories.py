@@ -74,6 +74,7 @@ def scheduler_process(door: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
             monkeypatch.setattr(cls, "__init__", _record)
         assert tuple(names) == CLASSES[base]
     ours.install()
+    assert loader._initialize_model._specverify
     yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,17 @@ def test_left_to_sglang_with_the_reason(
         with pytest.raises(SpecverifyError, match=reason):
             install.wrapped(Stock())(_model(path), LOAD, QUARK)
         monkeypatch.delenv("SGLANG_SPECVERIFY_STRICT")
+
+
+def test_a_snapshot_that_is_not_whole_is_left_to_sglang_to_fetch(
+    server: SimpleNamespace, written: dict[str, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(written["mixed"].directory, tmp_path / "snapshot")
+    (tmp_path / "snapshot" / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(SpecverifyError, match="names files that are not there"):
+        install.wrapped(Stock())(_model(tmp_path / "snapshot"), LOAD, QUARK)
+    monkeypatch.setattr(install, "local_directory", lambda *_: tmp_path / "snapshot")
+    assert _untouched(_model("some/model"), LOAD, QUARK)
 
 
 def test_dummy_weights_have_no_types(server: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

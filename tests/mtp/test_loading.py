@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.mtp.decide import read_plan
@@ -39,5 +40,10 @@ def test_only_what_differs_is_changed(written: dict[str, Written]) -> None:
 
 
 def test_tensors_pass_in_order() -> None:
-    table = {"a": Change("b")}
-    assert list(changed(iter([("x", 1), ("a", 2), ("b", 3)]), table)) == [("x", 1), ("b", 2), ("b", 3)]
+    table = {"a": Change("b"), "c": Change("d", flat=True)}
+    scale = torch.ones(3, 1)
+    tensors = [("x", 1), ("a", 2), ("b", 3), ("c", scale), ("mtp.layers.60.self_attn.k_scale", 4), ("model.layers.59.x", 5)]
+    *rest, (name, flat), cache, target = changed(iter(tensors), table, 60)
+    assert rest == [("x", 1), ("b", 2), ("b", 3)]
+    assert name == "d" and flat.shape == (3,)
+    assert (cache, target) == (("mtp.layers.0.self_attn.k_scale", 4), ("model.layers.59.x", 5))

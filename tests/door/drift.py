@@ -55,13 +55,19 @@ def source_of(version: str) -> Path | zipfile.Path:
 
 
 @functools.cache
+def _parsed(text: str) -> ast.Module:
+    """By the text, not by where it lies: trees that differ in one file share the rest."""
+    return ast.parse(text)
+
+
+@functools.cache
 def module_of(version: str, module: str) -> ast.Module | None:
     """One module, parsed; None where this version has none of that name."""
     package = source_of(version)
     for tail in (".py", "/__init__.py"):
         file = package / (module.replace(".", "/") + tail)
         if file.is_file():
-            return ast.parse(file.read_text(encoding="utf-8"))
+            return _parsed(file.read_text(encoding="utf-8"))
     return None
 
 
@@ -144,7 +150,7 @@ def arguments_of(version: str) -> dict[str, set[str]]:
     """Namespace -> the server arguments that this version declares under it."""
     declared: dict[str, set[str]] = {}
     for file in (source_of(version) / "sglang" / "srt" / "arg_groups" / "fields").iterdir():
-        tree = ast.parse(file.read_text(encoding="utf-8")) if file.name.endswith(".py") else ast.Module([], [])
+        tree = _parsed(file.read_text(encoding="utf-8")) if file.name.endswith(".py") else ast.Module([], [])
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 for path in find(node, ["_NS_PATH"]):

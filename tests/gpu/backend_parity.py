@@ -25,13 +25,13 @@ COLUMNS = ("eager", "graph", "longer", "fewer", "rows lost")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", default="", help="run the cases whose name has this in it")
+    parser.add_argument("--case", action="append", help="run the cases whose name has this in it; may be given again")
     parser.add_argument("--out", type=Path, help="result file to write")
     args, device = parser.parse_args(), prepare()
     # SGLang decides when it is imported where it runs.
     from tests.gpu import parity
 
-    cases = [case for case in parity.CASES if args.case in case.name]
+    cases = [case for case in parity.CASES if args.case is None or any(name in case.name for name in args.case)]
     failed, begin, rows = 0, time.monotonic(), list[dict[str, Any]]()
     print(
         f"{'case':34} {'page':>4} {'cache':6} {'kernel':20}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'us':>9}  result"

@@ -47,11 +47,17 @@ def source_of(version: str) -> Path | zipfile.Path:
     if (directory / "sglang").is_dir():
         return directory
     for wheel in sorted(directory.glob(f"sglang-{version}-*.whl")):
-        return zipfile.Path(wheel)
+        return _opened(wheel)
     raise NotHere(
         f"the source of SGLang {version} is not in {directory}; fetch it with: "
         f"python -m pip install --no-deps --target {directory} sglang=={version}"
     )
+
+
+@functools.cache
+def _opened(wheel: Path) -> zipfile.Path:
+    """Once: to read what a wheel holds takes longer than to read a module."""
+    return zipfile.Path(wheel)
 
 
 @functools.cache

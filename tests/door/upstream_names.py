@@ -149,6 +149,18 @@ NAMES: tuple[str, ...] = (
     *_in("model_executor.model_runner", "ModelRunner._get_attention_backend"),
     *_in("model_executor.cuda_graph_config", "cuda_graph_fully_disabled"),
     *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in(
+        "mem_cache.memory_pool",
+        *_methods("HybridLinearKVPool", ("__init__", "set_kv_buffer", "get_key_buffer", "get_value_buffer", "get_kv_buffer")),
+        "HybridLinearKVPool._transfer_full_attention_id",
+    ),
+    # What it puts around the backend of a hybrid.
+    *_in("layers.attention.attention_registry", "attn_backend_wrapper", "attn_backend_wrapper_for_draft_extend"),
+    *_in(
+        "layers.attention.hybrid_linear_attn_backend",
+        *_methods("HybridLinearAttnBackend", (*_BACKEND, "forward", "verify_mask", *_STEP_GRAPHS)),
+        "HybridLinearAttnBackend.update_verify_buffers_to_fill_after_draft",
+    ),
     *_in("mem_cache.swa_memory_pool", *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer"))),
     *_in("environ", "envs", "Envs.SGLANG_RAGGED_VERIFY_MODE"),
     # The producers of drafts and masks.

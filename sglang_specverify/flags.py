@@ -59,8 +59,9 @@ FLAGS = (
         f"{PREFIX}TREE_KERNEL",
         "auto",
         "Trees over fa3 and fa4: prefix and tree in one kernel (fused), or FlashAttention's prefix pass and then the tree as one "
-        "tile (tile) or each row's own ancestors (gather); auto takes one of the first two by context, width and hardware.",
-        ("auto", "fused", "tile", "gather"),
+        "tile (tile) or each row's own ancestors, by a kernel of the plugin where it fits (gather) or by FlashAttention (flash); "
+        "auto takes one of the first two by context, width and hardware.",
+        ("auto", "fused", "tile", "gather", "flash"),
     ),
     Flag(
         f"{PREFIX}CHAIN_KERNEL",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_specverify import kernels
-from sglang_specverify.backends.plans import AFTER_PREFIX_PASS, Plans, Scratch, Served, groups
+from sglang_specverify.backends.plans import AFTER_PREFIX_PASS, OWN_DRAFTS, Plans, Scratch, Served, groups
 from sglang_specverify.backends.steps import Pools, Step, View
 from sglang_specverify.kernels.checks import FP8
 from sglang_specverify.routing.facts import Mode, ServerFacts
@@ -144,7 +144,8 @@ class DeviceSteps:
             topk=self.topk if drafting else 1,
             scales_fp8_only=self.server.base in FLASH,
             plans=Plans(self.server.deterministic, self._q_type()),
-            flash_offsets=torch.arange(bs + 1, dtype=torch.int32, device=self.device) * queries if prefix_pass else None,
+            flash_offsets=self._counted(bs) * queries if prefix_pass else None,
+            own_offsets=self._counted(bs * queries) if any(one.kernel == "prefix_flash" for one in served) else None,
         )
         return Bound(
             step=step,
@@ -155,6 +156,9 @@ class DeviceSteps:
             copies_prefix=copies,
             served=served,
         )
+
+    def _counted(self, sequences: int) -> torch.Tensor:
+        return torch.arange(sequences + 1, dtype=torch.int32, device=self.device)
 
     def _q_type(self) -> torch.dtype | None:
         return self.cache_dtype if self.server.base in FLASH and self.cache_dtype in FP8 else None
@@ -242,7 +246,7 @@ class DeviceSteps:
             size = max(size, plan.shape.workspace_bytes(step.rows) if plan.divides else 0)
         if plans.workspace is None and size:
             plans.workspace = self.scratch.of(size)
-        if step.mask is not None and any(one.kernel == "prefix_gather" for one in bound.served):
+        if step.mask is not None and any(one.kernel in OWN_DRAFTS for one in bound.served):
             self._compact(step, plans, step.mask)
 
     def _compact(self, step: Step, plans: Plans, mask: torch.Tensor) -> None:

@@ -136,6 +136,10 @@ NAMES: tuple[str, ...] = (
     # What a batch, a layer and a cache pool look like.
     *_in("layers.attention.verify_mask", "VerifyMask", "maybe_create_verify_mask"),
     "sglang.kernels.ops.attention.flash_attention:flash_attn_with_kvcache",
+    "sglang.kernels.ops.attention.flash_attention_v3:flash_attn_with_kvcache",
+    "sglang.kernels.ops.attention.flash_attention_v4:flash_attn_with_kvcache",
+    "sglang.kernels.ops.attention.flash_attention_v4:flash_attn_varlen_func",
+    *_in("mem_cache.layout.paged_view", "paged_view", "paged_kv_view"),
     # Who captures a batch, and what is in it.
     *_in("model_executor.runner.decode_cuda_graph_runner", "build_replay_fb_view", "DecodeCudaGraphRunner.capture_one_shape"),
     *_in("speculative.eagle_draft_cuda_graph_runner", "EAGLEDraftCudaGraphRunner.capture_one_shape"),

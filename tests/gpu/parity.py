@@ -19,6 +19,10 @@ CASES = (
     Case("fa3", "tree", kernel="tile", page_size=64, cache=FP8, scales=(0.5, 2.0)),
     Case("fa3", "tree", kernel="tile", sinks=True, softcap=30.0),
     Case("fa3", "tree", kernel="gather", page_size=64),
+    Case("fa3", "tree", kernel="flash", page_size=64, sinks=True),
+    Case("fa3", "tree", kernel="flash", page_size=64, cache=FP8, scales=(0.5, 2.0)),
+    Case("fa4", "tree", kernel="flash"),
+    Case("fa4", "tree", kernel="flash", softcap=30.0),
     Case("fa3", "tree", kernel="fused"),
     Case("fa3", "tree", kernel="fused", cache=FP8, page_size=64),
     Case("fa3", "tree", window=127, sinks=True, page_size=64),
@@ -149,10 +153,12 @@ def build(engine: Engine) -> Any:
 
     c, runner = engine.case, engine.runner()
     backend, container = {"fa3": (flash.SpecverifyFlashBackend, flash.SpecverifyFlashDraftBackend),
+                          "fa4": (flash.SpecverifyFlash4Backend, flash.SpecverifyFlash4DraftBackend),
                           "triton": (triton.SpecverifyTritonBackend, triton.SpecverifyTritonDraftBackend)}[c.base]  # fmt: skip
+    more = {"fa_impl_ver": 4} if c.base == "fa4" else {}
     if c.mode == "draft":
-        return container(runner, c.topk, c.steps)
-    return backend(runner, part="draft extend" if c.mode == "extend" else "target")
+        return container(runner, c.topk, c.steps, **more)
+    return backend(runner, part="draft extend" if c.mode == "extend" else "target", **more)
 
 
 def lengths(case: Case, count: int, most: int, seed: int) -> list[int]:

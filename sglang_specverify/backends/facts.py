@@ -150,10 +150,15 @@ def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
 
 
 def _pools_of_keys(pool: Any) -> tuple[Any, ...]:
-    """The pools that hold the keys of `pool`: a hybrid's full-attention layers have one, those of sliding windows another."""
+    """The pools that hold the keys of `pool`: a hybrid's full-attention layers have one, those of sliding windows another.
+
+    None of them while it is not made: `pool` is None.
+    """
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+    if pool is None:
+        return ()
     if type(pool) is SWAKVPool:
         return pool.full_kv_pool, pool.swa_kv_pool
     return (pool.full_kv_pool,) if type(pool) is HybridLinearKVPool else (pool,)

@@ -97,6 +97,11 @@ NAMES: tuple[str, ...] = (
         "run_scheduler_process",
         "get_exception_traceback",
     ),
+    # How it sizes the KV pool, and what beside the plugin's buffers depends on it.
+    *_in("mem_cache.kv_cache_configurator", "KVCacheConfigurator.config_from_budget", "KVCacheConfigurator.resolve_max_num_reqs"),
+    *_in("mem_cache.allocation_sizing", "get_req_to_token_extra_context_len"),
+    *_in("model_executor.cuda_graph_config", "PhaseConfig", "CudaGraphConfig"),
+    *_in("runtime_context", "get_schedule"),
     *_in("utils.common", "kill_process_tree"),
     "sglang.utils:get_exception_traceback",
     # The factories.

@@ -27,8 +27,8 @@ MODES = {"target": Mode.TARGET_VERIFY, "draft decode": Mode.DRAFT_DECODE, "draft
 #: The most requests that SGLang makes room for unasked.
 MOST_REQUESTS = 4096
 
-#: Of a plan, what does not grow with its masks: items and counters, at most so many bytes a graph and for each of its requests.
-_PLAN_BYTES, _PLAN_BYTES_OF_A_REQUEST = 1 << 15, 1 << 12
+#: Of a plan: an item's bytes, the most items beside the requests' own, the most of a request, and the smallest row tile.
+_ITEM, _ITEMS, _ITEMS_OF_A_REQUEST, _ROWS_OF_A_TILE = 32, 1024, 16, 16
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ def bytes_of(part: Part, sizes: Sizes) -> int:
     # window pool its write slots, in two orders.
     entries = -(-sizes.positions // (16 * sizes.page_size)) * 16
     total += sizes.tables * most * entries * 4 + (3 * most + 1) * 4 + (sizes.tables - 1) * 2 * most * part.slots * 8
+    items = (len(batches) * _ITEMS + sum(batches) * _ITEMS_OF_A_REQUEST) * _ITEM
+    counters = sum(batches) * part.kv_heads * -(-w * part.group // _ROWS_OF_A_TILE) * 4
     masks = (2 * rows + 16 * sum(batches)) * (w // 64 + 2) * 4 if tree else 0
-    total += part.kinds * (len(batches) * _PLAN_BYTES + sum(batches) * _PLAN_BYTES_OF_A_REQUEST + masks)
+    total += part.kinds * (items + counters + masks)
     if part.kernels & set(OWN_DRAFTS):
         total += rows * (w + 2) * 4
     if part.kernels & set(WHOLE):

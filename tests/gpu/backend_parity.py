@@ -1,6 +1,7 @@
 """The plugin's backends on a GPU, eager and in CUDA graphs, against the FP64 reference.
 
     python -m tests.gpu.backend_parity            on a machine with a CUDA device and SGLang's own packages: under a minute
+                                                  without FA4, which compiles at its first calls
     python -m tests.gpu.backend_parity --case tree
 
 Each row: one mode over one base. An eager pass; a captured graph replayed with two sets of lengths and then with fewer requests;

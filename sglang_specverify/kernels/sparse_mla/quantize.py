@@ -139,7 +139,7 @@ def quantize_rows(x: torch.Tensor, kind: Format, min_amax: float = MIN_AMAX) -> 
     if kind.group == 0:
         # Codes of infinities would be those of the largest value.
         return to_e4m3(rows.masked_fill(rows.isinf(), torch.nan).copysign(rows)), x.new_empty((len(x), 0), dtype=torch.uint8)
-    groups = rows.view(len(x), -1, kind.group)
+    groups = rows.view(len(x), DIM // kind.group, kind.group)
     broken = ~groups.isfinite().all(dim=2)
     groups = groups.masked_fill(broken[..., None], 0.0)
     amax = groups.abs().amax(dim=2)

@@ -83,16 +83,14 @@ def quantize_fp4_kernel(
     amax = tl.max(tl.maximum(even & 0x7FFFFFFF, odd & 0x7FFFFFFF), 1)
     broken = amax >= 0x7F800000
 
-    # Not below 6 * 2^-9, so a normal number, m * 2^e. A sixth of it is m * 16 / 3 * 2^(e - 5), with the remainder in the last
-    # bit, which is far below the bit that rounding looks at.
+    # Not below 6 * 2^-9, so a normal number, m * 2^e. A sixth of it is m * 16 / 3 * 2^(e - 5). The remainder is dropped: ties
+    # are multiples of 2^20 there, and m * 16 is 3 times one or differs from that by 16 or more.
     amax = tl.maximum(tl.where(broken, 0, amax), 0x3C400000)
     m = (amax & 0x7FFFFF) | 0x800000
     exponent = (amax >> 23) - 127
-    sixth = m * 16 // 3
-    sixth = sixth | (sixth * 3 != m * 16).to(tl.int32)
     # m * 2^-23 of [1, 2) over 6 is of [1/6, 1/4) below 1.5 and of [1/4, 1/3) from there.
     leading = exponent - tl.where(m < 0xC00000, 3, 2)
-    scale = _e4m3_code(sixth, exponent - 28, leading)
+    scale = _e4m3_code(m * 16 // 3, exponent - 28, leading)
 
     s = tl.where(scale < 8, scale, 8 + (scale & 7))[:, None]
     f = tl.where(scale < 8, -9, (scale >> 3) - 10)[:, None]

@@ -30,7 +30,7 @@ def _shift_to_nearest(m, shift):
 
 
 @triton.jit
-def _e4m3_code(m, e, leading):
+def e4m3_code(m, e, leading):
     """The E4M3 code nearest to m * 2^e, at most 0x7E; m < 2^28 and `leading` = floor(log2(m * 2^e)), or less below 2^-6."""
     # Spacing 2^q: three bits of fraction, and nothing finer than 2^-9. A code counts spacings from 0: where the exponent rises by
     # one, the code rises by 8 and the spacing doubles.
@@ -90,7 +90,7 @@ def quantize_fp4_kernel(
     exponent = (amax >> 23) - 127
     # m * 2^-23 of [1, 2) over 6 is of [1/6, 1/4) below 1.5 and of [1/4, 1/3) from there.
     leading = exponent - tl.where(m < 0xC00000, 3, 2)
-    scale = _e4m3_code(m * 16 // 3, exponent - 28, leading)
+    scale = e4m3_code(m * 16 // 3, exponent - 28, leading)
 
     s = tl.where(scale < 8, scale, 8 + (scale & 7))[:, None]
     f = tl.where(scale < 8, -9, (scale >> 3) - 10)[:, None]
@@ -141,4 +141,4 @@ def _e4m3_of_fp32(magnitude, k):
     """The E4M3 code nearest to a finite FP32 number over 2^k, from its bits without sign; k is -110 or more."""
     field = magnitude >> 23
     m = (magnitude & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0)
-    return _e4m3_code(m, tl.maximum(field, 1) - 150 - k, field - 127 - k)
+    return e4m3_code(m, tl.maximum(field, 1) - 150 - k, field - 127 - k)

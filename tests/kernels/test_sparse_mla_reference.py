@@ -156,6 +156,22 @@ def test_sinks_of_empty_rows() -> None:
         assert not r.out.any() and bool((r.lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("lens", [None, 133, 192])
+def test_a_padded_window_from_pages_at_a_larger_stride(lens: int | None) -> None:
+    """133 valid of 192 slots, the rest -1, no main rows: the list of 133 from a contiguous copy."""
+    a = build(4, batch=1, heads=2, window=133, topk=1)
+    a |= {"main_cache": None, "main_indices": None}
+    want = reference_decode(**a)
+    page_bytes = a["swa_cache"].shape[1]
+    far = torch.full((len(a["swa_cache"]), page_bytes + 48), 0x7F, dtype=torch.uint8)
+    far[:, :page_bytes] = a["swa_cache"]
+    a["swa_cache"] = far[:, :page_bytes]
+    a["swa_indices"] = torch.nn.functional.pad(a["swa_indices"], (0, 192 - 133), value=-1)
+    a["swa_lens"] = None if lens is None else torch.tensor([lens])
+    got = reference_decode(**a)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse) and int(got.valid.sum()) == 133
+
+
 def test_large_scores_do_not_overflow() -> None:
     """One key of score -76800: out is the key, the LSE is the score."""
     a, _ = probe(swa_indices=torch.tensor([[[0], [0]]]), main_indices=None)

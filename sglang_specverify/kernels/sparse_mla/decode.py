@@ -24,6 +24,7 @@ from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
 from sglang_specverify.kernels.sparse_mla import arguments
 from sglang_specverify.kernels.sparse_mla.arguments import DecodeArguments, Pool
 from sglang_specverify.kernels.sparse_mla.formats import DIM
+from sglang_specverify.kernels.sparse_mla.hopper import hopper_launch
 from sglang_specverify.kernels.sparse_mla.launches import INTERPRETED_PROGRAMS, config_of
 from sglang_specverify.kernels.sparse_mla.splits import Division, SparseConfig, divide, workspace_bytes
 
@@ -115,7 +116,7 @@ def deepseek_v41_decode(
     if splits is not None and checks.integer("splits", splits, 1) > 65535:
         raise ArgumentError("splits", splits, "65535 or fewer")
     programs = hardware.detect().multiprocessors if q.device.type == "cuda" else INTERPRETED_PROGRAMS
-    config = config or config_of(arch, tiles_of_rows(a), programs)
+    config = config or config_of(arch, tiles_of_rows(a), programs, q.dtype == torch.bfloat16)
     division = division_of(a, config, programs, splits)
     reads = _reads(a)
     out, lse = arguments.check_outputs(q, out, lse, reads)
@@ -168,20 +169,15 @@ def decode_launches(
         "splits": division.splits,
     }
     constants = {"BLOCK_M": division.block_m, "TOKENS": division.tokens, "HAS_SINK": a.sink is not None, "PDL": pdl}
-    decode = Launch(
-        decode_kernel,
-        (division.splits * config.value_parts, division.blocks, a.batch),
-        {"q": a.q, **own, **_inputs(a), "scale": a.bmm1_scale * UNDO * _LOG2_E, **_strides("q", a.q, "batch", "row", "head")},
-        {
-            **constants,
-            **_constants(a),
-            "BLOCK_N": config.keys,
-            "VALUE_PARTS": config.value_parts,
-            "SPLIT": split,
-            "STAGES": config.num_stages,
-        },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages, **options},
-    )
+    inputs = {"q": a.q, **own, **_inputs(a), "scale": a.bmm1_scale * UNDO * _LOG2_E, **_strides("q", a.q, "batch", "row", "head")}
+    grid = (division.splits * config.value_parts, division.blocks, a.batch)
+    shared = {**constants, **_constants(a), "SPLIT": split}
+    if config.specialized:
+        decode = hopper_launch(a, division, config, grid, inputs, shared, options)
+    else:
+        tile = {"BLOCK_N": config.keys, "VALUE_PARTS": config.value_parts, "STAGES": config.num_stages}
+        own_options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
+        decode = Launch(decode_kernel, grid, inputs, {**shared, **tile}, own_options)
     if not split:
         return (decode,)
     columns = min(config.reduce_columns, DIM)

@@ -75,9 +75,9 @@ def decode_kernel(
         swa_begin = tl.load(swa_starts + batch * swa_start_batch + token * swa_start_row, mask=token < queries, other=0)
         swa_begin = tl.maximum(swa_begin, 0)
     if HAS_SWA_LENS:
-        listed = tl.load(swa_lens + batch * swa_len_batch + token * swa_len_row, mask=token < queries, other=0)
+        length = tl.load(swa_lens + batch * swa_len_batch + token * swa_len_row, mask=token < queries, other=0)
         # A length beyond the list reads no further than it; the sum must not overflow.
-        swa_end = tl.minimum(swa_begin + tl.minimum(tl.maximum(listed, 0), swa_width), swa_width)
+        swa_end = tl.minimum(swa_begin + tl.minimum(tl.maximum(length, 0), swa_width), swa_width)
     swa_end = tl.where(token < queries, swa_end, 0)
     swa_tiles = tl.cdiv(swa_width, BLOCK_N)
     lists: tl.constexpr = 1 if SHARED_MAIN else TOKENS
@@ -101,8 +101,8 @@ def decode_kernel(
         at = tile * BLOCK_N + n
         if TOKENS > 1:
             # What no row sees is not read: it may hold NaN, and 0 * NaN is NaN.
-            sees = (at[None, :] >= swa_begin[:, None]) & (at[None, :] < swa_end[:, None])
-            listed = tl.max(sees.to(tl.int32), 0) > 0
+            ranges = (at[None, :] >= swa_begin[:, None]) & (at[None, :] < swa_end[:, None])
+            listed = tl.max(ranges.to(tl.int32), 0) > 0
         else:
             listed = (at >= tl.max(swa_begin, 0)) & (at < longest)
         slot = tl.load(swa_list + at, mask=at < swa_width, other=-1)
@@ -121,8 +121,8 @@ def decode_kernel(
     if HAS_MAIN:
         main_end = tl.zeros([BLOCK_M], tl.int32) + main_width
         if HAS_MAIN_LENS:
-            listed = tl.load(main_lens + batch * main_len_batch + token * main_len_row, mask=token < queries, other=0)
-            main_end = tl.minimum(listed, main_width)
+            limit = tl.load(main_lens + batch * main_len_batch + token * main_len_row, mask=token < queries, other=0)
+            main_end = tl.minimum(limit, main_width)
         main_end = tl.where(token < queries, main_end, 0)
         longest = tl.max(main_end, 0)
         stop = end - swa_tiles

@@ -28,6 +28,8 @@ class SparseConfig:
         num_warps, num_stages: of the decode kernel.
         value_parts: programs among which the 512 output columns are divided, each of which computes all scores: 1, 2, 4 or 8.
         pdl: start the reducer, and this kernel after the one before it, early (programmatic dependent launch).
+        specialized: Hopper's kernel with specialised warps, where the call is one that it serves; it takes 64 keys a tile.
+        registers: of a thread of its second consumer and of its producers.
         reduce_rows, reduce_columns, reduce_warps: tile of the reducer.
     """
 
@@ -37,6 +39,8 @@ class SparseConfig:
     num_stages: int = 2
     value_parts: int = 1
     pdl: bool = False
+    specialized: bool = False
+    registers: tuple[int, int] = (160, 72)
     reduce_rows: int = 1
     reduce_columns: int = 512
     reduce_warps: int = 4

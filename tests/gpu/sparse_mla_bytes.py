@@ -2,7 +2,7 @@
 
     python -m tests.gpu.sparse_mla_bytes
 
-Needs torch and Triton and nothing else; seconds. Prints a line for each comparison, and the SHA-256 of what went in and of all that
+Needs torch and Triton and nothing else; seconds. Prints a line for each comparison, and the SHA-256 of what went in and of what
 came out: where the first is the same on two machines, so is the second. The exit code is 1 where a byte differs. Without a GPU it
 runs in Triton's interpreter, if TRITON_INTERPRET=1.
 """

@@ -77,7 +77,7 @@ def test_ties_ends_and_what_is_not_finite(device: str, name: str) -> None:
 def test_bf16_rows_of_any_stride(device: str, name: str) -> None:
     wide = torch.cat([values.any_bits(4, 4, finite=True), values.any_bits(5, 2)]).bfloat16().repeat(1, 2)
     assert_same(wide[:, 3 : 3 + DIM], name, device)
-    assert_same(wide[:3, :DIM].expand(3, -1), name, device)
+    assert_same(wide[:1, :DIM].expand(3, -1), name, device)
 
 
 @pytest.mark.parametrize("bits", [2.0**-100, 1e-4, quantize.SGLANG_MIN_AMAX, 448.0])

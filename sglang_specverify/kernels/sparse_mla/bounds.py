@@ -8,9 +8,10 @@ A kernel that rounds its weights P to type T, accumulates in FP32 and rounds onc
     |out - out*| <= (u_T + u_BF16 + 1e-5) S + 1e-6
 
 because rounding P changes weight k by at most u_T w_k, so the sum by at most u_T S; the output's rounding changes it by
-u_BF16 |out| <= u_BF16 S; an FP32 partial output rounded to BF16 between split and reducer is one more u_BF16 S. 1e-5 S is what
-FP32 leaves: exponentials (relative 2^-22), sums, the rescaling between tiles. 1e-6 is for outputs near zero. BF16 has FP32's
-exponents, so no weight that counts underflows in it.
+u_BF16 |out| <= u_BF16 S; an FP32 partial output rounded to BF16 between split and reducer is one more u_BF16 S. Products of these
+are within the sum, because a rounding error is at most u / (1 + u). 1e-5 S is what FP32 leaves: exponentials (relative 2^-22),
+sums, the rescaling between tiles. 1e-6 is for outputs near zero. BF16 has FP32's exponents, so no weight that counts underflows
+in it.
 
 P in E4M3 is stored as 448 exp(z - m): below its smallest normal number half a spacing is 2^-10, so a weight exp(z - L) changes by
 up to 2^-10 / 448 * exp(m - L) absolutely, whatever it is, which summed over the keys is 2^-10 / 448 * U.

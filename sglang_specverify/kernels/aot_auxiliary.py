@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_specverify.kernels.aot_cases import CACHES, DIMS, cache_type, meta
+from sglang_specverify.kernels.aot_sparse_mla import ACCEPTED_SPILLS, sparse_mla
 from sglang_specverify.kernels.compact import CompactArguments, compact_visible_slots_launch
 from sglang_specverify.kernels.gather_suffix import SuffixArguments, gather_suffix_merge_launch
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
@@ -23,11 +24,12 @@ _BATCH, _CONTEXT = 32, 1 << 17
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """A launch with its name; `matrix` says whether it multiplies matrices."""
+    """A launch with its name; `matrix` says whether it multiplies matrices, `spill_bytes` what of a thread may be in memory."""
 
     name: str
     launch: Launch
     matrix: bool = False
+    spill_bytes: int = 0
 
 
 def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
@@ -38,6 +40,8 @@ def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
     for number, kind in enumerate(FORMATS.values()):
         made = list(_quantizations(arch, kind))
         yield from made[number % 2 :: len(made)] if short else made
+    for name, launch, matrix in sparse_mla(arch, short=short):
+        yield Auxiliary(name, launch, matrix, ACCEPTED_SPILLS if matrix else 0)
     for number, dims in enumerate(DIMS):
         yield from _suffixes(
             arch, dims, (("bf16", "e4m3")[number % 2],) if short else CACHES, (True,) if short else (False, True)

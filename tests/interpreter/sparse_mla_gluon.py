@@ -77,7 +77,7 @@ class SparseProgram(Program):
         self.place = place
 
     def names(self, module: dict[str, Any]) -> dict[str, Any]:
-        names = super().names(module)
+        names = super().names(_reachable(module))
         gl = names["gl"]
         gl.program_id = lambda axis: Tensor(torch.tensor(self.place[axis], dtype=torch.int32))
         gl.num_programs = lambda axis: Tensor(torch.tensor(self.launch.grid[axis], dtype=torch.int32))
@@ -106,6 +106,15 @@ class SparseProgram(Program):
         # bf16 on a CPU multiplies in FP32 and rounds once.
         pairs = a.contiguous().view(torch.bfloat16) * b.contiguous().view(torch.bfloat16)
         return Tensor(pairs.view(torch.int32))
+
+
+def _reachable(module: dict[str, Any]) -> dict[str, Any]:
+    """The globals of a kernel's module and of those that its functions come from; its own names win."""
+    found = dict(module)
+    for value in module.values():
+        if hasattr(value, "fn") and value.fn.__globals__ is not module:
+            found = _reachable(value.fn.__globals__) | found
+    return found
 
 
 def run(launch: Launch, *, seed: int = 0) -> None:

@@ -28,7 +28,7 @@ SMALL = SparseConfig(rows=16, keys=16, reduce_rows=16)
 
 
 def guarded(call: dict[str, Any], splits: int | None, config: SparseConfig = SMALL) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's results; they start as NaN in buffers with guards, and so does the workspace, which is as large as it must be."""
+    """The call's results; they start as NaN in buffers with guards, and so does a workspace that is as large as it must be."""
     batch, queries, heads, _ = call["q"].shape
     device = call["q"].device
     out = torch.full((batch, queries, heads + 1, 528), float("nan"), dtype=torch.bfloat16, device=device)
@@ -194,7 +194,13 @@ def test_division_and_workspace() -> None:
         assert workspace_bytes(batch, division) <= size
         assert division.splits == 1 or batch * division.blocks * division.splits <= 132
         assert division.tokens * division.blocks * 64 >= queries * heads
-        for larger in ({"batch": batch + 1}, {"topk": topk + 64}, {"queries": queries + 1}, {"heads": 2 * heads}, {"window": 400}):
+        for larger in (
+            {"batch": batch + 1},
+            {"topk": topk + 64},
+            {"queries": queries + 1},
+            {"heads": 2 * heads},
+            {"window": 400},
+        ):
             given = {"batch": batch, "topk": topk, "queries": queries, "heads": heads, "window": 135, **larger}
             assert deepseek_v41_decode_workspace_size(given.pop("batch"), given.pop("topk"), **given) >= size
     assert deepseek_v41_decode_workspace_size(10**6, 512) == MAX_PROGRAMS * 64 * 513 * 4

@@ -101,7 +101,7 @@ def test_the_emulator_sees_a_wait_that_is_missing(barrier: str, monkeypatch: pyt
 
 def test_what_it_is_not_written_for_is_refused(device: str) -> None:
     call = build(Problem(1, 1, 8, 16, 16), device)
-    with pytest.raises(ArgumentError, match="q: got torch.float8_e4m3fn"):
+    with pytest.raises(ArgumentError, match=r"q: got torch.float8_e4m3fn"):
         deepseek_v41_decode(**{**call, "q": call["q"].to(torch.float8_e4m3fn)}, config=SPECIALIZED)
-    with pytest.raises(ArgumentError, match="config: got .*value_parts=2"):
+    with pytest.raises(ArgumentError, match=r"config: got .*value_parts=2"):
         deepseek_v41_decode(**call, config=SparseConfig(keys=64, num_warps=4, specialized=True, value_parts=2))

@@ -22,7 +22,7 @@ from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
 from sglang_specverify.kernels.sparse_mla import arguments
-from sglang_specverify.kernels.sparse_mla.arguments import DecodeArguments, Pool
+from sglang_specverify.kernels.sparse_mla.arguments import DecodeArguments
 from sglang_specverify.kernels.sparse_mla.formats import DIM
 from sglang_specverify.kernels.sparse_mla.hopper import hopper_launch
 from sglang_specverify.kernels.sparse_mla.launches import INTERPRETED_PROGRAMS, config_of

@@ -36,9 +36,11 @@ def decode_kernel(
     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row,
     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, VALUE_PARTS: tl.constexpr,
-    SHARED_SWA: tl.constexpr, HAS_STARTS: tl.constexpr, SHARED_MAIN: tl.constexpr, HAS_SWA_LENS: tl.constexpr, HAS_MAIN_LENS: tl.constexpr,
+    SHARED_SWA: tl.constexpr, HAS_STARTS: tl.constexpr, SHARED_MAIN: tl.constexpr,
+    HAS_SWA_LENS: tl.constexpr, HAS_MAIN_LENS: tl.constexpr,
     HAS_MAIN: tl.constexpr, HAS_SINK: tl.constexpr, SPLIT: tl.constexpr,
-    SWA_GROUP: tl.constexpr, SWA_PAGE_ROWS: tl.constexpr, SWA_ROW: tl.constexpr, SWA_S_BASE: tl.constexpr, SWA_S_ROW: tl.constexpr,
+    SWA_GROUP: tl.constexpr, SWA_PAGE_ROWS: tl.constexpr,
+    SWA_ROW: tl.constexpr, SWA_S_BASE: tl.constexpr, SWA_S_ROW: tl.constexpr,
     MAIN_PAGE_ROWS: tl.constexpr, MAIN_ROW: tl.constexpr, MAIN_S_BASE: tl.constexpr, MAIN_S_ROW: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -181,8 +183,8 @@ def decode_kernel(
             weight = sunk(weight, m, total, tl.load(sink + head, mask=is_row, other=float("-inf")), out_scale)
         weight = tl.where(empty, 0.0, weight)
         result = tl.where(weight[:, None] == 0.0, 0.0, acc * weight[:, None])
-        at_out = out + (batch * out_batch + token.to(tl.int64) * out_row + head.to(tl.int64) * out_head)[:, None] + column[None, :]
-        tl.store(at_out, result.to(out.dtype.element_ty), mask=is_row[:, None])
+        at_out = out + batch * out_batch + token.to(tl.int64) * out_row + head.to(tl.int64) * out_head
+        tl.store(at_out[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from sglang_specverify.kernels.sparse_mla.splits import workspace_bytes
 #: registers hold. Packed rows, with a range of the lists each, take most.
 ACCEPTED_SPILLS = 448
 
+#: Multiprocessors to divide keys over; code does not depend on how many there are, but on whether keys are divided.
 _PROGRAMS = {"sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_107": 160, "gfx950": 256}
 #: Batch, query rows, heads, top-k, format of the window, whether the window's list and the main lists are shared, page layout.
 _CALLS = (

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from sglang_specverify.kernels.launch import arch_of
 from sglang_specverify.kernels.sparse_mla import arguments
 from sglang_specverify.kernels.sparse_mla.arguments import DecodeArguments
 from sglang_specverify.kernels.sparse_mla.bounds import rejections
@@ -122,7 +123,7 @@ def graph_of(calls: list[dict[str, Any]], repeats: int, config: SparseConfig, sp
             out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
             needed = workspace_bytes(a.batch, division)
             space = torch.empty(needed, dtype=torch.uint8, device=q.device) if needed else None
-        launches.append(decode_launches(a, Buffers(out, lse, space), config, division, "sm_90"))
+        launches.append(decode_launches(a, Buffers(out, lse, space), config, division, arch_of(q.device)))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for launch in launches[0]:

@@ -219,6 +219,7 @@ def test_division_and_workspace() -> None:
         ("swa_cache", lambda c: {"swa_cache": c["swa_cache"].to(torch.int8)}),
         ("swa_cache", lambda c: {"swa_cache": c["swa_cache"][:, :-1]}),
         ("swa_page_rows", lambda c: {"swa_page_rows": 0}),
+        ("swa_page_rows", lambda c: {"swa_page_rows": 1 << 22}),
         ("swa_indices", lambda c: {"swa_indices": c["swa_indices"].long()}),
         ("swa_indices", lambda c: {"swa_indices": c["swa_indices"].repeat(1, 3, 1)}),
         ("swa_starts", lambda c: {"swa_starts": torch.zeros(1, 2, dtype=torch.int32)}),

@@ -121,6 +121,9 @@ def check_pool(
     if kind.name not in allowed:
         raise ArgumentError(f"{name}_format", repr(kind.name), " or ".join(map(repr, allowed)))
     rows = checks.integer(f"{name}_page_rows", page_rows, 1)
+    # Offsets within a page are 32 bits wide; those of pages are 64.
+    if rows * kind.row_bytes >= 2**31:
+        raise ArgumentError(f"{name}_page_rows", f"{rows} rows of {kind.row_bytes} bytes", "pages of less than 2^31 bytes")
     pool = check_cache(f"{name}_cache", cache, kind, rows, q.device)
     _aligned(f"{name}_cache", pool)
     if pool.shape[0] * rows > 2**31 - 1:

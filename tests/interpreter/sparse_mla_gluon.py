@@ -1,6 +1,6 @@
 """Runs the Gluon kernel of sparse MLA decode on a CPU: `gluon_cpu.py` with what else that kernel uses.
 
-Grids of three dimensions, pointers to bytes that are read as words, shared memory under another type, `join`, and the two
+Grids of three dimensions, pointers to bytes that are read as words, shared memory under another type, `join`, and the
 lines of PTX that the kernel holds.
 """
 
@@ -100,6 +100,10 @@ class SparseProgram(Program):
     def assembly(text: str, constraints: str, arguments: list[Any], **_: Any) -> Tensor | None:
         if text.startswith("griddepcontrol."):
             return None
+        if text.startswith("prmt.b32 $0, $1, 0, 0x"):
+            code = raw(arguments[0])
+            taken = [(code >> (8 * int(digit)) & 0xFF) << (8 * n) if digit < "4" else 0 for n, digit in enumerate(text[-2:-6:-1])]
+            return Tensor(sum(taken[1:], code & 0 | taken[0]))
         if text != "mul.rn.bf16x2 $0, $1, $2;":
             raise NotImplementedError(text)
         a, b = torch.broadcast_tensors(*map(raw, arguments))

@@ -103,37 +103,20 @@ def lead(
     nothing = gl.zeros([ROWS, KEYS], gl.float32, mma_s)
     m = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
     total = gl.zeros([ROWS], gl.float32, rows_s)
-    mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    fence_async_shared()
-    s = warpgroup_mma_wait(0, deps=(_scores(q_left, q_right, k_left, k_right, 0, nothing),))
-    bias = bias_ring.index(0).load(gl.SliceLayout(0, mma_s))
-    sees = _sees(
-        bias, 0, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
-        TOKENS, SHARED_MAIN, mma_s,
-    )  # fmt: skip
-    p, alpha, m, total = _weigh(s, sees, m, total, scale)
-    p_ring.index(0).store(p.to(gl.bfloat16))
-    alpha_ring.index(0).store(alpha)
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(p_full.index(0), count=1)
-    weights = gl.convert_layout(p.to(gl.bfloat16), operand)
     o = gl.zeros([ROWS, HALF], gl.float32, mma_o)
     number = swa_tiles + main_tiles
-    for j in range(1, number):
+    mbarrier.wait(q_full.index(0), 0)
+    for j in range(0, number):
         stage = j % STAGES
-        before = (j - 1) % STAGES
         mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
         fence_async_shared()
         s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
-        o_now = warpgroup_mma(weights, k_left.index(before), o, is_async=True)
         bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
         sees = _sees(
             bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
             TOKENS, SHARED_MAIN, mma_s,
         )  # fmt: skip
-        s = warpgroup_mma_wait(1, deps=(s_now,))
+        s = warpgroup_mma_wait(0, deps=(s_now,))
         p, alpha, m, total = _weigh(s, sees, m, total, scale)
         mbarrier.wait(p_empty.index(stage), ((j // STAGES) & 1) ^ 1)
         p_ring.index(stage).store(p.to(gl.bfloat16))
@@ -141,11 +124,11 @@ def lead(
         fence_async_shared()
         barrier()
         mbarrier.arrive(p_full.index(stage), count=1)
-        o, p_now = warpgroup_mma_wait(0, deps=(o_now, p.to(gl.bfloat16)))
-        mbarrier.arrive(k_empty.index(before), count=1)
+        # The values come at once, not while the next tile's weights are computed: so the tile's place is free for the producers,
+        # whose chain of loads and decoding is the longer one, one tile earlier. The second keeps the tensor cores busy.
         o = o * gl.convert_layout(alpha, rows_o)[:, None]
-        weights = gl.convert_layout(p_now, operand)
-    o = warpgroup_mma(weights, k_left.index((number - 1) % STAGES), o)
+        o = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o)
+        mbarrier.arrive(k_empty.index(stage), count=1)
 
     if PDL:
         gl.inline_asm_elementwise(

@@ -3,8 +3,7 @@
 One program: 64 packed rows of a request and one part of its keys, in tiles of 64 list entries. Two groups of four warps, the
 producers, read rows of the pools ahead, each half of a tile's, and write them as bf16 into a ring in shared memory. A third, the
 lead, computes scores and weights of a tile and the left half of the output's columns; the fourth, the second, takes the
-weights through shared memory and computes the right half. So the tensor cores work while bytes are decoded, and while weights
-are computed they add the values of the tile before.
+weights through shared memory and computes the right half. So the tensor cores work while bytes are decoded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="misc, no-untyped-call"

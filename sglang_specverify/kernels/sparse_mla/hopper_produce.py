@@ -29,6 +29,35 @@ def _publish(bias_ring, full, stage, bias, own: gl.constexpr):
 
 
 @gluon.jit
+def _listed(
+    main_list, main_lens, tile, n, token, queries, list_tiles, main_width, main_index_row, main_len_batch, main_len_row,
+    TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_MAIN_LENS: gl.constexpr,
+):  # fmt: skip
+    """int32: the slots that entries n of main tile `tile` name, -1 for an entry that no row reads and beyond the last list."""
+    batch = gl.program_id(2).to(gl.int64)
+    mine = 0
+    within = tile
+    if TOKENS > 1 and not SHARED_MAIN:
+        mine = tile // list_tiles
+        within = tile % list_tiles
+    limit = main_width
+    if HAS_MAIN_LENS:
+        if SHARED_MAIN:
+            limit = 0
+            for t in gl.static_range(TOKENS):
+                at = main_lens + batch * main_len_batch + (token + t) * main_len_row
+                limit = gl.maximum(limit, gl.load(at, mask=token + t < queries, other=0))
+        else:
+            there = (token + mine < queries) & (mine < TOKENS)
+            limit = gl.load(main_lens + batch * main_len_batch + (token + mine) * main_len_row, mask=there, other=0)
+        limit = gl.minimum(limit, main_width)
+    if not SHARED_MAIN:
+        limit = gl.where((token + mine < queries) & (mine < TOKENS), limit, 0)
+    at = within * KEYS + n
+    return gl.load(main_list + mine * main_index_row + at, mask=at < limit, other=-1)
+
+
+@gluon.jit
 def produce(
     swa, main, swa_indices, main_indices, swa_starts, swa_lens, main_lens,
     k_left, k_right, bias_ring, k_full, k_empty,
@@ -98,42 +127,40 @@ def produce(
         main_list = main_indices + batch * main_index_batch
         if not SHARED_MAIN:
             main_list += token.to(gl.int64) * main_index_row
+        # Slots come two tiles ahead, bytes one: what a tile waits for was asked for while the one before was decoded.
+        slot_4 = _listed(
+            main_list, main_lens, main_first, n_4, token, queries, list_tiles, main_width, main_index_row, main_len_batch, main_len_row,
+            TOKENS, SHARED_MAIN, HAS_MAIN_LENS,
+        )  # fmt: skip
+        following = _listed(
+            main_list, main_lens, main_first + 1, n_4, token, queries, list_tiles, main_width, main_index_row, main_len_batch,
+            main_len_row, TOKENS, SHARED_MAIN, HAS_MAIN_LENS,
+        )  # fmt: skip
+        valid_4 = (slot_4 >= 0) & (slot_4 < main_capacity)
+        codes_4, scales_4 = main_bytes(
+            main, slot_4, valid_4, main_page, 0, four, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW
+        )
+        right_4, right_scales_4 = main_bytes(
+            main, slot_4, valid_4, main_page, 1, four, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW
+        )
         for tile in range(main_first, main_first + main_tiles):
-            mine = 0
-            within = tile
-            if TOKENS > 1 and not SHARED_MAIN:
-                mine = tile // list_tiles
-                within = tile % list_tiles
-            at_4 = within * KEYS + n_4
-            limit = main_width
-            if HAS_MAIN_LENS:
-                if SHARED_MAIN:
-                    limit = 0
-                    for t in gl.static_range(TOKENS):
-                        length = gl.load(
-                            main_lens + batch * main_len_batch + (token + t) * main_len_row, mask=token + t < queries, other=0
-                        )
-                        limit = gl.maximum(limit, length)
-                else:
-                    limit = gl.load(
-                        main_lens + batch * main_len_batch + (token + mine) * main_len_row, mask=token + mine < queries, other=0
-                    )
-                limit = gl.minimum(limit, main_width)
-            if not SHARED_MAIN:
-                limit = gl.where(token + mine < queries, limit, 0)
-            slot_4 = gl.load(main_list + mine * main_index_row + at_4, mask=at_4 < limit, other=-1)
-            valid_4 = (slot_4 >= 0) & (slot_4 < main_capacity)
             bias_4 = gl.where(valid_4, 0.0, float("-inf"))
+            slot_4 = following
+            valid_4 = (slot_4 >= 0) & (slot_4 < main_capacity)
+            left_4 = main_words(codes_4, scales_4, four)
             codes_4, scales_4 = main_bytes(
                 main, slot_4, valid_4, main_page, 0, four, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW
             )
-            right_4, right_scales_4 = main_bytes(
-                main, slot_4, valid_4, main_page, 1, four, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW
-            )
-            left_4 = main_words(codes_4, scales_4, four)
+            following = _listed(
+                main_list, main_lens, tile + 2, n_4, token, queries, list_tiles, main_width, main_index_row, main_len_batch,
+                main_len_row, TOKENS, SHARED_MAIN, HAS_MAIN_LENS,
+            )  # fmt: skip
             stage = filled % STAGES
             mbarrier.wait(k_empty.index(stage), ((filled // STAGES) & 1) ^ 1)
             _place(k_left, stage, OWN).store(left_4)
             _place(k_right, stage, OWN).store(main_words(right_4, right_scales_4, four))
             _publish(bias_ring, k_full, stage, bias_4, OWN)
+            right_4, right_scales_4 = main_bytes(
+                main, slot_4, valid_4, main_page, 1, four, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW
+            )
             filled += 1

@@ -96,8 +96,8 @@ def window_bytes(
 @gluon.jit
 def window_words(codes, scales, GROUP: gl.constexpr):
     """int32 [32, 128]: what `window_bytes` read as pairs of bf16 columns, times 2^-8."""
-    low = _scaled(_e4m3_pair(codes), gl.full_like(codes, 0x77807780))
-    high = _scaled(_e4m3_pair(codes >> 16), gl.full_like(codes, 0x77807780))
+    low = _scaled(_e4m3_pair(codes, "prmt.b32 $0, $1, 0, 0x1404;"), gl.full_like(codes, 0x77807780))
+    high = _scaled(_e4m3_pair(codes, "prmt.b32 $0, $1, 0, 0x3424;"), gl.full_like(codes, 0x77807780))
     if GROUP > 0:
         bits = gl.where(scales == 0, 0x00400000, scales << 23)
         bits = gl.where(scales == 0xFF, 0x7FC00000, bits)
@@ -111,8 +111,7 @@ def window_words(codes, scales, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _e4m3_pair(code):
-    """The two E4M3 codes of the lower half as a pair of bf16, times 2^-120."""
-    # byte 0 to bits 8-15, byte 1 to bits 24-31
-    spread = ((code & 0xFF) << 8) | ((code & 0xFF00) << 16)
+def _e4m3_pair(code, SPREAD: gl.constexpr):
+    """Two E4M3 codes as a pair of bf16, times 2^-120; SPREAD puts them in the upper bytes of both halves, zeros below."""
+    spread = gl.inline_asm_elementwise(SPREAD, "=r,r", [code], dtype=gl.int32, is_pure=True, pack=1)
     return (spread & -2147450880) | ((spread >> 4) & 0x07F007F0)

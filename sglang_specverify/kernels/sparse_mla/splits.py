@@ -11,7 +11,7 @@ DIM = 512
 #: Programs among which keys are divided: at least those of any supported device that runs one on each multiprocessor.
 MAX_PROGRAMS = 256
 #: Parts of one tile of rows: each writes 131 KB and is read again, more than its keys are.
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 #: Rows of the largest tile.
 MAX_ROWS = 64
 #: Bytes of one row of one part: 512 values and an LSE in FP32.
@@ -40,7 +40,7 @@ class SparseConfig:
     value_parts: int = 1
     pdl: bool = False
     specialized: bool = False
-    registers: tuple[int, int] = (160, 72)
+    registers: tuple[int, int] = (160, 80)
     reduce_rows: int = 1
     reduce_columns: int = 512
     reduce_warps: int = 4

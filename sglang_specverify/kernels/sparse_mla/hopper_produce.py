@@ -129,8 +129,8 @@ def produce(
             main_list += token.to(gl.int64) * main_index_row
         # Slots come two tiles ahead, bytes one: what a tile waits for was asked for while the one before was decoded.
         slot_4 = _listed(
-            main_list, main_lens, main_first, n_4, token, queries, list_tiles, main_width, main_index_row, main_len_batch, main_len_row,
-            TOKENS, SHARED_MAIN, HAS_MAIN_LENS,
+            main_list, main_lens, main_first, n_4, token, queries, list_tiles, main_width, main_index_row, main_len_batch,
+            main_len_row, TOKENS, SHARED_MAIN, HAS_MAIN_LENS,
         )  # fmt: skip
         following = _listed(
             main_list, main_lens, main_first + 1, n_4, token, queries, list_tiles, main_width, main_index_row, main_len_batch,

@@ -18,10 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import end_to_end_plan as plan
+from benchmarks import sparse_mla_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/chains.md", "docs/kernels.md", "docs/trees.md")
+PAGES = ("README.md", "docs/chains.md", "docs/kernels.md", "docs/sparse-mla.md", "docs/trees.md")
 _BLOCK = re.compile(r"(<!-- made from (?P<file>[\w.-]+): (?P<block>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -219,6 +220,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "parity": parity,
     "sanitizers": sanitizers,
     "soak": soak,
+    "sparse mla variants": sparse_mla_tables.variants,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from sglang_specverify.kernels.aot_cases import meta
 from sglang_specverify.kernels.launch import Launch
 from sglang_specverify.kernels.sparse_mla.arguments import CONTRACTS, DecodeArguments, check_pool
-from sglang_specverify.kernels.sparse_mla.decode import Buffers, decode_launches, division_of, tiles_of_rows
+from sglang_specverify.kernels.sparse_mla.decode import Buffers, decode_launches, division_of, entries_of, tiles_of_rows
 from sglang_specverify.kernels.sparse_mla.formats import FORMATS
 from sglang_specverify.kernels.sparse_mla.launches import config_of
 from sglang_specverify.kernels.sparse_mla.splits import workspace_bytes
@@ -43,7 +43,7 @@ def sparse_mla(arch: str, *, short: bool = False) -> Iterator[tuple[str, Launch,
     for call in calls:
         batch, queries, heads, topk, swa_format, shared, shared_main, layout = call
         a = _arguments(batch, queries, heads, topk, swa_format, shared, shared_main, layout)
-        config = config_of(arch, tiles_of_rows(a), _PROGRAMS[arch])
+        config = config_of(arch, tiles_of_rows(a), _PROGRAMS[arch], entries_of(a))
         division = division_of(a, config, _PROGRAMS[arch])
         needed = workspace_bytes(batch, division)
         space = meta(needed, dtype=torch.uint8) if needed else None

@@ -116,7 +116,7 @@ def deepseek_v41_decode(
     if splits is not None and checks.integer("splits", splits, 1) > 65535:
         raise ArgumentError("splits", splits, "65535 or fewer")
     programs = hardware.detect().multiprocessors if q.device.type == "cuda" else INTERPRETED_PROGRAMS
-    config = config or config_of(arch, tiles_of_rows(a), programs, q.dtype == torch.bfloat16)
+    config = config or config_of(arch, tiles_of_rows(a), programs, entries_of(a), q.dtype == torch.bfloat16)
     division = division_of(a, config, programs, splits)
     reads = _reads(a)
     out, lse = arguments.check_outputs(q, out, lse, reads)
@@ -128,8 +128,18 @@ def deepseek_v41_decode(
 
 def tiles_of_rows(a: DecodeArguments) -> int:
     """Tiles of 64 packed rows of all requests."""
-    tokens = min(max(64 // a.heads, 1), a.queries) if a.packed else 1
-    return a.batch * -(-a.queries // tokens) * -(-a.heads // 64)
+    return a.batch * -(-a.queries // _tokens(a)) * -(-a.heads // 64)
+
+
+def entries_of(a: DecodeArguments) -> int:
+    """Entries of lists that a tile of rows reads: main lists of each row's own one after the other."""
+    shared = a.main is None or a.main.shared
+    return a.swa.indices.shape[2] + (1 if shared else _tokens(a)) * a.topk
+
+
+def _tokens(a: DecodeArguments) -> int:
+    """Rows of one request in a tile of 64."""
+    return min(max(64 // a.heads, 1), a.queries) if a.packed else 1
 
 
 def division_of(a: DecodeArguments, config: SparseConfig, programs: int, splits: int | None = None) -> Division:

@@ -1,19 +1,29 @@
-"""Launch options of the sparse MLA decode, by architecture and by how many programs there are."""
+"""Launch options of the sparse MLA decode, by architecture, by how many programs there are, and by how many keys a row reads."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang_specverify.kernels.sparse_mla.splits import SparseConfig
+from sglang_specverify.kernels.sparse_mla.splits import Costs, SparseConfig, parts_of
 
-_HOPPER = SparseConfig(keys=64, num_warps=4, specialized=True, pdl=True)
+#: Tiles of 32 keys and four of them in shared memory: the first products start after half as many rows, and keys can be divided
+#: into twice as many parts. The costs describe what was measured of both tiles in `benchmarks/results/sparse-mla-h200.json` (64
+#: heads, one query row) to 15 %, and pick the fastest number of parts of each point. Other heads and rows were not measured.
+_HOPPER = SparseConfig(
+    keys=32, num_warps=4, num_stages=4, specialized=True, pdl=True,
+    costs=Costs(start=4.5, tile=1.9, combine=1.5, part=0.035, rows=0.055),
+)  # fmt: skip
+#: Tiles of 64 keys: half as many waits for a barrier, and slightly less to do for each key.
+_HOPPER_WIDE = replace(_HOPPER, keys=64, num_stages=2, costs=Costs(start=4.3, tile=3.6, combine=1.5, part=0.035, rows=0.055))
+#: Entries of the lists up to which the wider tiles are as fast or faster where keys are not divided.
+_WIDE_ENTRIES = 256
 #: The columns of the output go to four programs, so that their sums fit the registers of 4 warps beside what decoding takes.
 _TRITON = SparseConfig(keys=16, num_warps=4, value_parts=4, pdl=True)
 _CDNA = SparseConfig(rows=16, keys=16, num_warps=4, value_parts=4)
 _INTERPRETED = SparseConfig(rows=16, keys=16, reduce_rows=16)
 
-#: By architecture: for calls whose rows leave multiprocessors idle, and for those that fill them. Compiled; which is fastest
-#: has not been measured.
+#: By architecture: for calls whose rows leave multiprocessors idle, and for those that fill them. Measured on sm_90 alone;
+#: elsewhere compiled, and which is fastest is not known.
 CONFIGS: dict[str, tuple[SparseConfig, SparseConfig]] = {
     "sm_90": (_HOPPER, _HOPPER),
     "sm_100": (_TRITON, _TRITON),
@@ -27,14 +37,20 @@ CONFIGS: dict[str, tuple[SparseConfig, SparseConfig]] = {
 INTERPRETED_PROGRAMS = 8
 
 
-def config_of(arch: str, tiles: int, programs: int, bf16: bool = True) -> SparseConfig:
-    """Options for `tiles` tiles of rows on a device that runs `programs` programs at once.
+def config_of(arch: str, tiles: int, programs: int, entries: int, bf16: bool = True) -> SparseConfig:
+    """Options for `tiles` tiles of rows, each over `entries` keys, on a device that runs `programs` programs at once.
 
     Where 8 programs a tile fit, keys are divided and the columns of the output too: the scores are then computed several
-    times, by multiprocessors that had nothing to do, and what each part writes and the reducer reads is a fraction.
+    times, by multiprocessors that had nothing to do, and what each part writes and the reducer reads is a fraction. Hopper's
+    kernel never divides columns; few keys that are not worth dividing go to its wider tiles.
     """
     small, large = CONFIGS[arch]
     if not bf16:
         # Hopper's kernel copies q as it is.
         small, large = (_TRITON if one.specialized else one for one in (small, large))
-    return small if 8 * tiles <= programs else large
+    chosen = small if 8 * tiles <= programs else large
+    if chosen is _HOPPER and entries <= _WIDE_ENTRIES:
+        parts = (parts_of(tiles, -(-entries // one.keys), programs, one) for one in (_HOPPER, _HOPPER_WIDE))
+        if max(parts) == 1:
+            return _HOPPER_WIDE
+    return chosen

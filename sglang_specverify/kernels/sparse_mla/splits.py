@@ -19,6 +19,25 @@ _ROW_BYTES = 4 * (DIM + 1)
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Microseconds of one call's pieces on one architecture, with one `SparseConfig`; see `microseconds`.
+
+    Attributes:
+        start: what one wave of programs takes beside its tiles.
+        tile: a tile of keys.
+        combine: the reducer, at the least.
+        part: each part of a tile of rows that is written and read again.
+        rows: each tile of rows that the reducer writes.
+    """
+
+    start: float
+    tile: float
+    combine: float
+    part: float
+    rows: float
+
+
+@dataclass(frozen=True)
 class SparseConfig:
     """How the decode kernel and its reducer are launched on one architecture.
 
@@ -31,6 +50,7 @@ class SparseConfig:
         specialized: Hopper's kernel with specialised warps, where the call is one that it serves; it takes 64 keys a tile, or 32.
         registers: of a thread of its second consumer and of its producers.
         reduce_rows, reduce_columns, reduce_warps: tile of the reducer.
+        costs: decide how many parts the keys have; None for as many as there is room for.
     """
 
     rows: int = 64
@@ -44,6 +64,7 @@ class SparseConfig:
     reduce_rows: int = 1
     reduce_columns: int = 512
     reduce_warps: int = 4
+    costs: Costs | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +109,31 @@ def divide(
     blocks = -(-queries // tokens) * head_blocks
     tiles = -(-window // config.keys) + (1 if shared_main else tokens) * -(-topk // config.keys)
     if splits is None:
-        room = min(programs, MAX_PROGRAMS) // max(batch * blocks * config.value_parts, 1)
-        splits = max(min(tiles, MAX_SPLITS, room), 1)
-        # As few as have the longest part as short: fewer parts to write and to read.
-        longest = -(-tiles // splits)
-        splits = max(-(-tiles // longest), 1) if longest else 1
+        splits = parts_of(batch * blocks, tiles, programs, config)
     return Division(block_m, tokens, head_blocks, blocks, tiles, splits)
+
+
+def parts_of(rows: int, tiles: int, programs: int, config: SparseConfig) -> int:
+    """Parts of `tiles` tiles of keys for each of `rows` tiles of rows: those that cost least, the fewest of those."""
+    room = min(programs, MAX_PROGRAMS) // max(rows * config.value_parts, 1)
+    most = max(min(tiles, MAX_SPLITS, room), 1)
+    if config.costs is None:
+        # As few as have the longest part as short: fewer parts to write and to read.
+        longest = -(-tiles // most)
+        return max(-(-tiles // longest), 1) if longest else 1
+    costs = config.costs
+    return min(range(1, most + 1), key=lambda splits: microseconds(rows, tiles, splits, programs, costs))
+
+
+def microseconds(rows: int, tiles: int, splits: int, programs: int, costs: Costs) -> float:
+    """What a call is expected to take: waves of programs, each with the tiles of its part, and the reducer behind them.
+
+    Args:
+        rows, tiles: tiles of rows of all requests, and tiles of keys of each.
+    """
+    waves = -(-rows * splits // programs)
+    once = waves * (costs.start + costs.tile * -(-tiles // splits))
+    return once + (costs.combine + costs.part * rows * splits + costs.rows * rows if splits > 1 else 0.0)
 
 
 def workspace_bytes(batch: int, division: Division) -> int:

@@ -1,0 +1,40 @@
+"""Tables of sparse MLA decode for `benchmarks.docs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_specverify.kernels.sparse_mla.launches import config_of
+from sglang_specverify.kernels.sparse_mla.splits import divide
+
+#: What `tests.gpu.sparse_mla_smoke` times: one query row of 64 heads, a window of 128, on a device of 132 multiprocessors.
+HEADS, WINDOW, PROGRAMS = 64, 128, 132
+
+
+def chosen(batch: int, topk: int) -> tuple[int, int]:
+    """(keys of a tile, parts of the keys) that the kernel takes at a point on an H200."""
+    config = config_of("sm_90", batch, PROGRAMS, WINDOW + topk)
+    division = divide(batch, 1, HEADS, WINDOW, topk, config, PROGRAMS, packed=False, shared_main=True)
+    return config.keys, division.splits
+
+
+def variants(results: dict[str, Any]) -> list[str]:
+    """Each point of a smoke run: what the rule takes there, beside the fastest of all variants and the Triton source."""
+    lines = [
+        "| requests | K | keys a tile | parts | µs warm | cold | fastest variant | undivided | Triton source |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    points: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in results["times"]:
+        options = results["variants"][row["variant"]]
+        points.setdefault((row["K"], row["B"]), []).append(row | {"keys": options["keys"], "ours": options["specialized"]})
+    for (topk, batch), rows in sorted(points.items()):
+        ours = [row for row in rows if row["ours"]]
+        keys, parts = chosen(batch, topk)
+        taken = next((row for row in ours if (row["keys"], row["parts"]) == (keys, parts)), None)
+        whole = min((row["warm"] for row in ours if row["parts"] == 1), default=None)
+        triton = min((row["warm"] for row in rows if not row["ours"]), default=None)
+        times = [taken and taken["warm"], taken and taken["cold"], min(row["warm"] for row in rows), whole, triton]
+        cells = [batch, topk, keys, parts, *("not run" if us is None else f"{us:.1f}" for us in times)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines

@@ -1,0 +1,106 @@
+"""Which launch options and how many parts a sparse MLA decode takes: arithmetic, held to what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import sparse_mla_tables
+from sglang_specverify.kernels.sparse_mla.launches import CONFIGS, config_of
+from sglang_specverify.kernels.sparse_mla.splits import MAX_PROGRAMS, Costs, SparseConfig, divide, microseconds, parts_of
+
+MEASURED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sparse-mla-h200.json").read_text())
+PROGRAMS = 132
+HOPPER = CONFIGS["sm_90"][0]
+
+
+def hopper_points() -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Measured rows of the kernel with specialised warps by (B, K), with the keys of their tiles."""
+    found = defaultdict(list)
+    for row in MEASURED["times"]:
+        options = MEASURED["variants"][row["variant"]]
+        if options["specialized"] and options["reduce_columns"] == HOPPER.reduce_columns:
+            found[row["B"], row["K"]].append(row | {"keys": options["keys"]})
+    return found
+
+
+@pytest.mark.parametrize(("point", "rows"), hopper_points().items())
+def test_the_rule_takes_what_was_fastest(point: tuple[int, int], rows: list[dict[str, Any]]) -> None:
+    taken = sparse_mla_tables.chosen(*point)
+    for state in ("warm", "cold"):
+        times = [row[state] for row in rows if (row["keys"], row["parts"]) == taken]
+        # Two captures of the same thing lie 1.5 % apart here; undivided, tiles of 32 and 64 keys within 3 %.
+        assert min(times) <= 1.03 * min(row[state] for row in rows), (taken, rows)
+
+
+def test_costs_describe_what_was_measured() -> None:
+    """Not a fit of one point: both tiles, divided and not, from one multiprocessor's work to all of them."""
+    costs = {32: HOPPER.costs, 64: config_of("sm_90", 128, PROGRAMS, 128).costs}
+    for (batch, topk), rows in hopper_points().items():
+        for row in rows:
+            keys = row["keys"]
+            expected = microseconds(batch, -(-(128 + topk) // keys), row["parts"], PROGRAMS, costs[keys])
+            assert expected == pytest.approx(row["warm"], rel=0.15), row
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33, 66, 67, 132, 400])
+@pytest.mark.parametrize("tiles", [0, 1, 7, 20, 300])
+def test_parts_fit_and_cost_least(rows: int, tiles: int) -> None:
+    costs = HOPPER.costs
+    assert costs is not None
+    parts = parts_of(rows, tiles, PROGRAMS, HOPPER)
+    assert 1 <= parts <= max(tiles, 1)
+    assert parts == 1 or rows * parts <= PROGRAMS
+    best = microseconds(rows, tiles, parts, PROGRAMS, costs)
+    allowed = range(1, max(min(tiles, PROGRAMS // rows, 64), 1) + 1)
+    assert best == min(microseconds(rows, tiles, other, PROGRAMS, costs) for other in allowed)
+    assert all(microseconds(rows, tiles, fewer, PROGRAMS, costs) > best for fewer in allowed if fewer < parts)
+    dear = replace(HOPPER, costs=replace(costs, part=1e3))
+    assert parts_of(rows, tiles, PROGRAMS, dear) == 1
+    # Free parts: the longest one is as short as with as many as fit.
+    free = parts_of(rows, tiles, PROGRAMS, replace(HOPPER, costs=Costs(costs.start, costs.tile, 0, 0, 0)))
+    assert free == parts_of(rows, tiles, PROGRAMS, replace(HOPPER, costs=None))
+
+
+def test_more_programs_than_a_workspace_holds_are_not_used() -> None:
+    assert parts_of(60, 20, 4 * MAX_PROGRAMS, HOPPER) * 60 <= MAX_PROGRAMS
+
+
+def test_wide_tiles_are_for_few_keys_that_are_not_divided() -> None:
+    wide = config_of("sm_90", 64, PROGRAMS, 256)
+    assert (wide.keys, wide.num_stages) == (64, 2)
+    assert config_of("sm_90", 64, PROGRAMS, 257) is HOPPER
+    assert config_of("sm_90", 8, PROGRAMS, 256) is HOPPER, "these are divided"
+    for tiles in (1, 8, 32, 64, 128, 500):
+        for entries in (128, 133, 256, 640):
+            config = config_of("sm_90", tiles, PROGRAMS, entries)
+            division = divide(tiles, 1, 64, entries, 0, config, PROGRAMS, packed=False, shared_main=True)
+            assert config is HOPPER or division.splits == 1
+
+
+@pytest.mark.parametrize("arch", sorted(CONFIGS))
+def test_what_was_not_measured_has_no_costs(arch: str) -> None:
+    """And E4M3 q on Hopper goes to the Triton source."""
+    for tiles in (1, 200):
+        config = config_of(arch, tiles, PROGRAMS, 128)
+        assert config.specialized == (arch == "sm_90") == (config.costs is not None)
+        other = config_of(arch, tiles, PROGRAMS, 128, bf16=False)
+        assert not other.specialized and other.costs is None
+
+
+def test_the_table_says_what_was_not_run() -> None:
+    taken = {"variant": "a", "B": 1, "K": 512, "parts": 20, "warm": 7.0, "cold": 8.25}
+    results = {"variants": {"a": {"keys": 32, "specialized": True}}, "times": [taken]}
+    assert sparse_mla_tables.variants(results)[2:] == ["| 1 | 512 | 32 | 20 | 7.0 | 8.2 | 7.0 | not run | not run |"]
+    results["times"] = [taken | {"parts": 10}]
+    assert sparse_mla_tables.variants(results)[2:] == ["| 1 | 512 | 32 | 20 | not run | not run | 7.0 | not run | not run |"]
+
+
+def test_without_costs_parts_are_as_many_as_fit() -> None:
+    config = SparseConfig(keys=32)
+    assert [parts_of(rows, 20, PROGRAMS, config) for rows in (1, 8, 32, 64, 128)] == [20, 10, 4, 2, 1]

@@ -220,6 +220,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "parity": parity,
     "sanitizers": sanitizers,
     "soak": soak,
+    "sparse mla": sparse_mla_tables.peers,
     "sparse mla variants": sparse_mla_tables.variants,
 }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+from benchmarks.sparse_mla_points import BATCHES, TOPKS, WINDOW, Point
+from benchmarks.sparse_mla_report import OTHERS, OURS, State, times_faster, us
 from sglang_specverify.kernels.sparse_mla.launches import config_of
 from sglang_specverify.kernels.sparse_mla.splits import divide
 
-#: What `tests.gpu.sparse_mla_smoke` times: one query row of 64 heads, a window of 128, on a device of 132 multiprocessors.
-HEADS, WINDOW, PROGRAMS = 64, 128, 132
+#: What `tests.gpu.sparse_mla_smoke` times: one query row of 64 heads, on a device of 132 multiprocessors.
+HEADS, PROGRAMS = 64, 132
 
 
 def chosen(batch: int, topk: int) -> tuple[int, int]:
@@ -38,3 +40,22 @@ def variants(results: dict[str, Any]) -> list[str]:
         cells = [batch, topk, keys, parts, *("not run" if us is None else f"{us:.1f}" for us in times)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
+
+
+def peers(results: dict[str, Any]) -> list[str]:
+    """`benchmarks.sparse_mla`, 64 heads and one query row: µs warm / cold of each arm, and how much faster than FlashMLA."""
+    arms = (OURS, *(name for name in OTHERS if name != "rows apart"))
+    lines = [f"| requests | K | {' | '.join(arms)} | flashmla / ours |", "|---" * (len(arms) + 3) + "|"]
+    rows = {Point(**row["point"]): row for row in results["points"]}
+    for topk in sorted(TOPKS):
+        for batch in BATCHES:
+            row = rows.get(Point(batch, topk), {})
+            cells = [_both(us(row, arm, "warm"), us(row, arm, "cold"), 1) for arm in arms]
+            ratio = [times_faster(row, state) for state in get_args(State)]
+            lines.append(f"| {batch} | {topk} | {' | '.join(cells)} | {_both(*ratio, 2)} |")
+    return lines
+
+
+def _both(warm: float | None, cold: float | None, digits: int) -> str:
+    """Two states of the cache in one cell."""
+    return "not run" if warm is None or cold is None else f"{warm:.{digits}f} / {cold:.{digits}f}"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 import typer
@@ -27,6 +27,18 @@ from benchmarks.points import Point
 from benchmarks.stock_triton import STOCK
 
 ARMS: tuple[Arm, ...] = (*OURS, *STOCK)
+
+
+class Named(Protocol):
+    """What `run` asks of a point."""
+
+    @property
+    def name(self) -> str: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+Some = TypeVar("Some", bound=Named)
 
 
 class State(StrEnum):
@@ -121,9 +133,9 @@ def select(only: Iterable[Selection], quick: bool) -> list[Point]:
 
 
 def run(
-    chosen: Iterable[Point],
+    chosen: Iterable[Some],
     rows: list[dict[str, Any]],
-    one: Callable[[Point], dict[str, Any]],
+    one: Callable[[Some], dict[str, Any]],
     keep: Callable[[], None],
     deadline: float,
     clock: Callable[[], float] = time.monotonic,

@@ -58,7 +58,7 @@ def main(
     """Measure points until the time is used up; a table of all results follows."""
     deadline = time.monotonic() + 60 * minutes
     arms = arms_of(skip or (), device, dry_run=dry_run)
-    results = {"earlier": [], "ceilings": None, "points": [], "metadata": []}
+    results: dict[str, Any] = {"earlier": [], "ceilings": None, "points": [], "metadata": []}
     peers = {"sgl-flash-mla": _version("sgl-flash-mla")}
     if resume is not None and resume.exists():
         if (others := json.loads(resume.read_text()).get("peers")) != peers:

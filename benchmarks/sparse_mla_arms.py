@@ -85,7 +85,7 @@ def _decode(inputs: Inputs, q: torch.Tensor, lists: Callable[[int], tuple[torch.
 
     def call(layer: int) -> Output:
         windows, selected = every[layer]
-        main = {"main_cache": pool.main, "main_indices": selected} if point.topk else {}
+        main: dict[str, Any] = {"main_cache": pool.main, "main_indices": selected} if point.topk else {}
         deepseek_v41_decode(q, pool.swa, windows, sink=inputs.sink, **main, **options)
         return Output(out.view(point.rows, point.heads, DIM), lse.view(point.rows, point.heads))
 

@@ -32,12 +32,19 @@ from sglang_specverify.kernels.sparse_mla.splits import SparseConfig, deepseek_v
 from tests.gpu.sparse_mla_problems import Problem, build, oracle
 
 _HOPPER = SparseConfig(keys=64, num_warps=4, specialized=True, pdl=True)
+_AHEAD = replace(_HOPPER, keys=32, num_stages=4, ahead=True)
 _TRITON = SparseConfig(pdl=True)
 #: Launch options by name, and parts of the keys where they are not the division's own.
 VARIANTS: dict[str, tuple[SparseConfig, int | None]] = {
     "hopper": (_HOPPER, None),
     "hopper 32 keys": (replace(_HOPPER, keys=32, num_stages=4), None),
     "hopper 32 keys 1 part": (replace(_HOPPER, keys=32, num_stages=4), 1),
+    "hopper ahead": (_AHEAD, None),
+    "hopper ahead 1 part": (_AHEAD, 1),
+    "hopper ahead 2 parts": (_AHEAD, 2),
+    "hopper ahead 5 parts": (_AHEAD, 5),
+    "hopper ahead 10 parts": (_AHEAD, 10),
+    "hopper ahead reduce 2x256": (replace(_AHEAD, reduce_rows=2, reduce_columns=256), None),
     "hopper no pdl": (replace(_HOPPER, pdl=False), None),
     "hopper 160-72": (replace(_HOPPER, registers=(160, 72)), None),
     "hopper reduce 1x256": (replace(_HOPPER, reduce_columns=256, reduce_warps=2), None),
@@ -189,7 +196,7 @@ def child(names: list[str], what: str, device: str, seconds: float) -> None:
             config,
             splits,
             device,
-            GATES if name in ("hopper", "hopper 32 keys", "triton 16 4w 4v") else (GATES[0], GATES[2], GATES[6]),
+            GATES if name in ("hopper", "hopper 32 keys", "hopper ahead", "triton 16 4w 4v") else (GATES[0], GATES[2], GATES[6]),
         )
         print("GATE", json.dumps({"variant": name, "wrong": found, "seconds": round(time.monotonic() - start, 1)}), flush=True)
         if device == "cuda" and not found:

@@ -58,6 +58,18 @@ def _sees(
 
 
 @gluon.jit
+def _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES: gl.constexpr):
+    """Hand the weights of this program's tile `j` to the second, and what they multiply its sums by."""
+    stage = j % STAGES
+    mbarrier.wait(p_empty.index(stage), ((j // STAGES) & 1) ^ 1)
+    p_ring.index(stage).store(p.to(gl.bfloat16))
+    alpha_ring.index(stage).store(alpha)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(p_full.index(stage), count=1)
+
+
+@gluon.jit
 def lead(
     swa_starts, swa_lens, main_lens, sink, out, lse, partial_out, partial_lse,
     q_left, q_right, k_left, k_right, p_ring, alpha_ring, bias_ring, q_full, k_full, k_empty, p_full, p_empty,
@@ -66,7 +78,7 @@ def lead(
     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights, and the left half of the output."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -107,29 +119,59 @@ def lead(
     o = gl.zeros([ROWS, HALF], gl.float32, mma_o)
     number = swa_tiles + main_tiles
     mbarrier.wait(q_full.index(0), 0)
-    for j in range(0, number):
-        stage = j % STAGES
-        mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
+    if AHEAD:
+        mbarrier.wait(k_full.index(0), 0)
         fence_async_shared()
-        s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
-        bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
+        s_now = _scores(q_left, q_right, k_left, k_right, 0, nothing)
         sees = _sees(
-            bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
-            TOKENS, SHARED_MAIN, KEYS,
+            bias_ring.index(0).load(gl.SliceLayout(0, mma_s)), 0, first, swa_tiles, main_first, list_tiles, column, own_token,
+            swa_begin, swa_end, main_end, TOKENS, SHARED_MAIN, KEYS,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s_now,))
         p, alpha, m, total = _weigh(s, sees, m, total, scale)
-        mbarrier.wait(p_empty.index(stage), ((j // STAGES) & 1) ^ 1)
-        p_ring.index(stage).store(p.to(gl.bfloat16))
-        alpha_ring.index(stage).store(alpha)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(p_full.index(stage), count=1)
-        # The values come at once, not while the next tile's weights are computed: so the tile's place is free for the producers,
-        # whose chain of loads and decoding is the longer one, one tile earlier. The second keeps the tensor cores busy.
+        weights = gl.convert_layout(p.to(gl.bfloat16), operand)
+        _hand_over(p_ring, alpha_ring, p_full, p_empty, 0, p, alpha, STAGES)
+        # A tile's scores are in flight before the products of the tile before it, which then run under its weights.
+        for j in range(1, number):
+            before = (j - 1) % STAGES
+            stage = j % STAGES
+            mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
+            fence_async_shared()
+            s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
+            bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
+            sees = _sees(
+                bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
+                TOKENS, SHARED_MAIN, KEYS,
+            )  # fmt: skip
+            o = o * gl.convert_layout(alpha, rows_o)[:, None]
+            o_now = warpgroup_mma(weights, k_left.index(before), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s_now,))
+            p, alpha, m, total = _weigh(s, sees, m, total, scale)
+            _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
+            o, weights = warpgroup_mma_wait(0, deps=(o_now, gl.convert_layout(p.to(gl.bfloat16), operand)))
+            mbarrier.arrive(k_empty.index(before), count=1)
         o = o * gl.convert_layout(alpha, rows_o)[:, None]
-        o = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        o = warpgroup_mma(weights, k_left.index((number - 1) % STAGES), o)
+        mbarrier.arrive(k_empty.index((number - 1) % STAGES), count=1)
+    else:
+        for j in range(0, number):
+            stage = j % STAGES
+            mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
+            fence_async_shared()
+            s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
+            bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
+            sees = _sees(
+                bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
+                TOKENS, SHARED_MAIN, KEYS,
+            )  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=(s_now,))
+            p, alpha, m, total = _weigh(s, sees, m, total, scale)
+            _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
+            # The values come at once, not while the next tile's weights are computed: so the tile's place is free for the
+            # producers one tile earlier, which two stages need. The second keeps the tensor cores busy.
+            o = o * gl.convert_layout(alpha, rows_o)[:, None]
+            o = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o)
+            mbarrier.arrive(k_empty.index(stage), count=1)
 
     if PDL:
         gl.inline_asm_elementwise(

@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[SparseConfig, int | None]] = {
     "hopper ahead 5 parts": (_AHEAD, 5),
     "hopper ahead 10 parts": (_AHEAD, 10),
     "hopper ahead reduce 2x256": (replace(_AHEAD, reduce_rows=2, reduce_columns=256), None),
+    "hopper ahead bf16 parts": (replace(_AHEAD, bf16_partials=True), None),
     "hopper no pdl": (replace(_HOPPER, pdl=False), None),
     "hopper 160-72": (replace(_HOPPER, registers=(160, 72)), None),
     "hopper reduce 1x256": (replace(_HOPPER, reduce_columns=256, reduce_warps=2), None),
@@ -85,7 +86,7 @@ def gate(config: SparseConfig, splits: int | None, device: str, problems: tuple[
         deepseek_v41_decode(**call, out=out, lse=lse, workspace=space, splits=splits, config=config)
         where = f"B{p.batch} Sq{p.queries} H{p.heads} W{p.window} K{p.topk}"
         first = (out.clone(), lse.clone())
-        found += [f"{where}: {text}" for text in rejections(out, lse, oracle(call))]
+        found += [f"{where}: {text}" for text in rejections(out, lse, oracle(call), bf16_partials=config.bf16_partials)]
         deepseek_v41_decode(**call, out=out, lse=lse, workspace=space, splits=splits, config=config)
         if not (torch.equal(out, first[0]) and torch.equal(lse, first[1])):
             found.append(f"{where}: a second call differs")

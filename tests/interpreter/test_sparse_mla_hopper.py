@@ -54,10 +54,9 @@ def test_equals_the_oracle(device: str, p: Problem, splits: int, keys: int, stag
     call = build(p, device)
     out = torch.full(call["q"].shape, float("nan"), dtype=torch.bfloat16, device=device)
     lse = torch.full(call["q"].shape[:3], float("nan"), device=device)
-    deepseek_v41_decode(
-        **call, out=out, lse=lse, splits=splits, config=replace(SPECIALIZED, keys=keys, num_stages=stages, ahead=ahead)
-    )
-    assert rejections(out, lse, oracle(call)) == []
+    config = replace(SPECIALIZED, keys=keys, num_stages=stages, ahead=ahead, bf16_partials=ahead)
+    deepseek_v41_decode(**call, out=out, lse=lse, splits=splits, config=config)
+    assert rejections(out, lse, oracle(call), bf16_partials=ahead) == []
 
 
 def test_every_code_is_decoded_exactly(device: str) -> None:
@@ -112,3 +111,5 @@ def test_what_it_is_not_written_for_is_refused(device: str) -> None:
         deepseek_v41_decode(**call, config=SparseConfig(keys=64, num_warps=4, specialized=True, value_parts=2))
     with pytest.raises(ArgumentError, match=r"config: got .*ahead=True.* allowed: keys 32 in 3 or 4 stages"):
         deepseek_v41_decode(**call, config=replace(SPECIALIZED, ahead=True))
+    with pytest.raises(ArgumentError, match="bf16_partials only where specialized"):
+        deepseek_v41_decode(**call, config=SparseConfig(bf16_partials=True))

@@ -161,7 +161,7 @@ def decode_launches(
     if a.batch == 0:
         return ()
     split = division.splits > 1
-    partial_out, partial_lse = _partials(a.batch, buffers, division)
+    partial_out, partial_lse = _partials(a.batch, buffers, division, torch.bfloat16 if config.bf16_partials else torch.float32)
     pdl = config.pdl and arch.startswith("sm_")
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     own = {
@@ -184,6 +184,8 @@ def decode_launches(
     shared = {**constants, **_constants(a), "SPLIT": split}
     if config.specialized:
         decode = hopper_launch(a, division, config, grid, inputs, shared, options)
+    elif config.bf16_partials:
+        raise ArgumentError("config", str(config), "bf16_partials only where specialized")
     else:
         tile = {"BLOCK_N": config.keys, "VALUE_PARTS": config.value_parts, "STAGES": config.num_stages}
         own_options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
@@ -202,13 +204,13 @@ def decode_launches(
     return decode, reducer
 
 
-def _partials(batch: int, buffers: Buffers, division: Division) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs FP32 [rows, 512] and LSEs FP32 [rows] of all parts, in the workspace; stand-ins where there are none."""
+def _partials(batch: int, buffers: Buffers, division: Division, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [rows, 512] and LSEs FP32 [rows] of all parts, in the workspace; stand-ins where there are none."""
     if buffers.workspace is None:
         return buffers.lse, buffers.lse
     rows = batch * division.blocks * division.splits * division.block_m
-    values = buffers.workspace[: workspace_bytes(batch, division)].view(torch.float32)
-    return values[: rows * DIM], values[rows * DIM :]
+    outputs, lses = buffers.workspace[: rows * (DIM * dtype.itemsize + 4)].split([rows * DIM * dtype.itemsize, rows * 4])
+    return outputs.view(dtype), lses.view(torch.float32)
 
 
 def _reads(a: DecodeArguments) -> dict[str, torch.Tensor]:

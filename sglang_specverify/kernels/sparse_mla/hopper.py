@@ -37,7 +37,7 @@ def hopper_launch(
         raise ArgumentError("config", str(config), "keys 32 in 3 or 4 stages where ahead")
     second, producers = config.registers
     own = {"SECOND_REGISTERS": second, "PRODUCER_REGISTERS": producers, "KEYS": config.keys, "STAGES": config.num_stages,
-           "AHEAD": config.ahead}  # fmt: skip
+           "AHEAD": config.ahead, "BF16_PARTIALS": config.bf16_partials}  # fmt: skip
     constants = {name: value for name, value in constants.items() if name != "BLOCK_M"}
     assert division.block_m == config.rows
     return Launch(hopper_kernel, grid, inputs, {**constants, **own}, {"num_warps": 4, **options})

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.sparse_mla_points import BATCHES, TOPKS, WINDOW, Point
 from benchmarks.sparse_mla_report import OTHERS, OURS, times_faster, us
 from sglang_specverify.kernels.sparse_mla.launches import config_of
-from sglang_specverify.kernels.sparse_mla.splits import divide
+from sglang_specverify.kernels.sparse_mla.splits import SparseConfig, divide
 
 #: What `tests.gpu.sparse_mla_smoke` times: one query row of 64 heads, on a device of 132 multiprocessors.
 HEADS, PROGRAMS = 64, 132
 
 
-def chosen(batch: int, topk: int) -> tuple[int, int]:
-    """(keys of a tile, parts of the keys) that the kernel takes at a point on an H200."""
+def chosen(batch: int, topk: int) -> tuple[SparseConfig, int]:
+    """(launch options, parts of the keys) that the kernel takes at a point on an H200."""
     config = config_of("sm_90", batch, PROGRAMS, WINDOW + topk)
     division = divide(batch, 1, HEADS, WINDOW, topk, config, PROGRAMS, packed=False, shared_main=True)
-    return config.keys, division.splits
+    return config, division.splits
+
+
+def ran_with(options: dict[str, Any], config: SparseConfig) -> bool:
+    """Whether a variant of a result file is `config`; an option that its version did not have was off."""
+    own = asdict(config)
+    return all(options.get(name, False) == (list(value) if isinstance(value, tuple) else value)
+               for name, value in own.items() if name != "costs")  # fmt: skip
 
 
 def variants(results: dict[str, Any]) -> list[str]:
@@ -29,15 +37,15 @@ def variants(results: dict[str, Any]) -> list[str]:
     points: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in results["times"]:
         options = results["variants"][row["variant"]]
-        points.setdefault((row["K"], row["B"]), []).append(row | {"keys": options["keys"], "ours": options["specialized"]})
+        points.setdefault((row["K"], row["B"]), []).append(row | {"options": options, "ours": options["specialized"]})
     for (topk, batch), rows in sorted(points.items()):
         ours = [row for row in rows if row["ours"]]
-        keys, parts = chosen(batch, topk)
-        taken = next((row for row in ours if (row["keys"], row["parts"]) == (keys, parts)), None)
+        config, parts = chosen(batch, topk)
+        taken = next((row for row in ours if row["parts"] == parts and ran_with(row["options"], config)), None)
         whole = min((row["warm"] for row in ours if row["parts"] == 1), default=None)
         triton = min((row["warm"] for row in rows if not row["ours"]), default=None)
         times = [taken and taken["warm"], taken and taken["cold"], min(row["warm"] for row in rows), whole, triton]
-        cells = [batch, topk, keys, parts, *("not run" if us is None else f"{us:.1f}" for us in times)]
+        cells = [batch, topk, config.keys, parts, *("not run" if us is None else f"{us:.1f}" for us in times)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,23 @@ from sglang_specverify.kernels.sparse_mla.splits import MAX_PROGRAMS, Costs, Spa
 MEASURED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sparse-mla-h200.json").read_text())
 PROGRAMS = 132
 HOPPER = CONFIGS["sm_90"][0]
+WIDE = config_of("sm_90", 128, PROGRAMS, 128)
 
 
 def hopper_points() -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Measured rows of the kernel with specialised warps by (B, K), with the keys of their tiles."""
+    """Measured rows of the two configurations that the rule knows, by (B, K), with the keys of their tiles."""
     found = defaultdict(list)
     for row in MEASURED["times"]:
         options = MEASURED["variants"][row["variant"]]
-        if options["specialized"] and options["reduce_columns"] == HOPPER.reduce_columns:
+        if any(sparse_mla_tables.ran_with(options, config) for config in (HOPPER, WIDE)):
             found[row["B"], row["K"]].append(row | {"keys": options["keys"]})
     return found
 
 
 @pytest.mark.parametrize(("point", "rows"), hopper_points().items())
 def test_the_rule_takes_what_was_fastest(point: tuple[int, int], rows: list[dict[str, Any]]) -> None:
-    taken = sparse_mla_tables.chosen(*point)
+    config, parts = sparse_mla_tables.chosen(*point)
+    taken = (config.keys, parts)
     for state in ("warm", "cold"):
         times = [row[state] for row in rows if (row["keys"], row["parts"]) == taken]
         # Two captures of the same thing lie 1.5 % apart here; undivided, tiles of 32 and 64 keys within 3 %.
@@ -40,7 +42,7 @@ def test_the_rule_takes_what_was_fastest(point: tuple[int, int], rows: list[dict
 
 def test_costs_describe_what_was_measured() -> None:
     """Not a fit of one point: both tiles, divided and not, from one multiprocessor's work to all of them."""
-    costs = {32: HOPPER.costs, 64: config_of("sm_90", 128, PROGRAMS, 128).costs}
+    costs = {32: HOPPER.costs, 64: WIDE.costs}
     for (batch, topk), rows in hopper_points().items():
         for row in rows:
             keys = row["keys"]
@@ -95,10 +97,13 @@ def test_what_was_not_measured_has_no_costs(arch: str) -> None:
 
 def test_the_table_says_what_was_not_run() -> None:
     taken = {"variant": "a", "B": 1, "K": 512, "parts": 20, "warm": 7.0, "cold": 8.25}
-    results = {"variants": {"a": {"keys": 32, "specialized": True}}, "times": [taken]}
+    results = {"variants": {"a": json.loads(json.dumps(asdict(HOPPER)))}, "times": [taken]}
     assert sparse_mla_tables.variants(results)[2:] == ["| 1 | 512 | 32 | 20 | 7.0 | 8.2 | 7.0 | not run | not run |"]
+    elsewhere = "| 1 | 512 | 32 | 20 | not run | not run | 7.0 | not run | not run |"
     results["times"] = [taken | {"parts": 10}]
-    assert sparse_mla_tables.variants(results)[2:] == ["| 1 | 512 | 32 | 20 | not run | not run | 7.0 | not run | not run |"]
+    assert sparse_mla_tables.variants(results)[2:] == [elsewhere]
+    results = {"variants": {"a": results["variants"]["a"] | {"ahead": True}}, "times": [taken]}
+    assert sparse_mla_tables.variants(results)[2:] == [elsewhere]
 
 
 def test_without_costs_parts_are_as_many_as_fit() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import sparse_mla, sparse_mla_measure, sparse_mla_points, sparse_mla_report
+from benchmarks import sparse_mla, sparse_mla_arms, sparse_mla_measure, sparse_mla_points, sparse_mla_report
+from benchmarks import sparse_mla_v4 as v4
 from benchmarks.sparse_mla_arms import ARMS, Arm, Call, Output, pytorch
 from benchmarks.sparse_mla_gather import gather
 from benchmarks.sparse_mla_points import Point
@@ -123,3 +124,47 @@ def test_a_report_of_a_dry_run_has_no_verdict(pool: Pool, capsys: pytest.Capture
     row = sparse_mla_measure.measure(CHAIN, [NAMED["pytorch"]], None, pool)
     sparse_mla_report.show({"points": [row], "ceilings": None})
     assert CHAIN.name in capsys.readouterr().out
+
+
+class FlashMla:
+    """What the arms ask of FlashMLA, in PyTorch: the arguments' shapes and dtypes as its documentation has them."""
+
+    def get_mla_metadata(self) -> tuple[object, None]:
+        return object(), None
+
+    def flash_mla_with_kvcache(
+        self, *, q: torch.Tensor, k_cache: torch.Tensor, block_table: None, cache_seqlens: None, head_dim_v: int,
+        tile_scheduler_metadata: object, softmax_scale: float, is_fp8_kvcache: bool, indices: torch.Tensor,
+        topk_length: torch.Tensor, attn_sink: torch.Tensor, extra_k_cache: torch.Tensor | None = None,
+        extra_indices_in_kvcache: torch.Tensor | None = None, extra_topk_length: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        assert q.shape[1:] == (1, 64, 512) and head_dim_v == 512 and is_fp8_kvcache
+        rows = [v4.read(k_cache, indices.flatten()).view(len(q), -1, 512)]
+        assert indices.shape[:2] == (len(q), 1) and topk_length.tolist() == [indices.shape[2]] * len(q)
+        if extra_k_cache is not None:
+            assert extra_indices_in_kvcache is not None and extra_topk_length is not None
+            assert extra_topk_length.tolist() == [extra_indices_in_kvcache.shape[2]] * len(q)
+            rows.append(v4.read(extra_k_cache, extra_indices_in_kvcache.flatten()).view(len(q), -1, 512))
+        return self._attend(q[:, 0], torch.cat(rows, dim=1), softmax_scale, attn_sink)[:, None], None
+
+    def flash_mla_sparse_fwd(
+        self, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int, attn_sink: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        assert kv.dtype == torch.bfloat16 and indices.dtype == torch.int32 and q.shape[1] == 64 and d_v == 512
+        return (self._attend(q, kv[indices[:, 0].long(), 0].double(), sm_scale, attn_sink),)
+
+    @staticmethod
+    def _attend(q: torch.Tensor, keys: torch.Tensor, scale: float, sink: torch.Tensor) -> torch.Tensor:
+        assert sink.shape == q.shape[1:2] and sink.dtype == torch.float32
+        z = torch.cat([scale * (q.double() @ keys.transpose(1, 2)), sink.double()[None, :, None].expand(len(q), -1, 1)], dim=2)
+        return (torch.softmax(z, dim=2)[..., :-1] @ keys).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("point", [CHAIN, Point(1, 0, 64, 1, 32)], ids=lambda point: point.name)
+def test_the_peers_are_called_with_what_they_are_to_read(
+    point: Point, pool: Pool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_mla_arms, "_flash_mla", FlashMla)
+    names = ["flashmla", "gather + flashmla"]
+    found = sparse_mla_measure.measure(point, [NAMED[name] for name in names], None, pool)["arms"]
+    assert all("why" not in found[name] and found[name]["error"] < 3e-3 for name in names), found

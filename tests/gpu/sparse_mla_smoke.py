@@ -36,9 +36,10 @@ _TRITON = SparseConfig(pdl=True)
 #: Launch options by name, and parts of the keys where they are not the division's own.
 VARIANTS: dict[str, tuple[SparseConfig, int | None]] = {
     "hopper": (_HOPPER, None),
+    "hopper 32 keys": (replace(_HOPPER, keys=32, num_stages=4), None),
+    "hopper 32 keys 1 part": (replace(_HOPPER, keys=32, num_stages=4), 1),
     "hopper no pdl": (replace(_HOPPER, pdl=False), None),
     "hopper 160-72": (replace(_HOPPER, registers=(160, 72)), None),
-    "hopper 168-80": (replace(_HOPPER, registers=(168, 80)), None),
     "hopper reduce 1x256": (replace(_HOPPER, reduce_columns=256, reduce_warps=2), None),
     "hopper 5 parts": (_HOPPER, 5),
     "hopper 2 parts": (_HOPPER, 2),
@@ -184,7 +185,12 @@ def child(names: list[str], what: str, device: str, seconds: float) -> None:
     for name in names:
         config, splits = VARIANTS[name]
         # All of them where the kernel's code is new; where only its options are, what is timed.
-        found = gate(config, splits, device, GATES if name in ("hopper", "triton 16 4w 4v") else (GATES[0], GATES[2], GATES[6]))
+        found = gate(
+            config,
+            splits,
+            device,
+            GATES if name in ("hopper", "hopper 32 keys", "triton 16 4w 4v") else (GATES[0], GATES[2], GATES[6]),
+        )
         print("GATE", json.dumps({"variant": name, "wrong": found, "seconds": round(time.monotonic() - start, 1)}), flush=True)
         if device == "cuda" and not found:
             # The shapes that are timed, compiled here where many do it at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def emulator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "decode_launches", emulate)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("splits", "keys", "stages"), [(1, 64, 2), (3, 32, 4)])
 @pytest.mark.parametrize(
     "p",
     [
@@ -49,11 +50,11 @@ def emulator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda p: f"Sq{p.queries}-H{p.heads}-K{p.topk}",
 )  # fmt: skip
-def test_equals_the_oracle(device: str, p: Problem, splits: int) -> None:
+def test_equals_the_oracle(device: str, p: Problem, splits: int, keys: int, stages: int) -> None:
     call = build(p, device)
     out = torch.full(call["q"].shape, float("nan"), dtype=torch.bfloat16, device=device)
     lse = torch.full(call["q"].shape[:3], float("nan"), device=device)
-    deepseek_v41_decode(**call, out=out, lse=lse, splits=splits, config=SPECIALIZED)
+    deepseek_v41_decode(**call, out=out, lse=lse, splits=splits, config=replace(SPECIALIZED, keys=keys, num_stages=stages))
     assert rejections(out, lse, oracle(call)) == []
 
 

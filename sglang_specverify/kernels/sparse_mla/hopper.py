@@ -28,10 +28,12 @@ def hopper_launch(
 
     if a.q.dtype != torch.bfloat16:
         raise ArgumentError("q", f"{a.q.dtype} with a specialised configuration", "bfloat16, or another configuration")
-    if (config.rows, config.keys, config.num_warps, config.value_parts) != (64, 64, 4, 1):
-        raise ArgumentError("config", str(config), "rows 64, keys 64, num_warps 4, value_parts 1 where specialized")
+    fits = config.keys in (32, 64) and 2 <= config.num_stages <= 128 // config.keys
+    if not fits or (config.rows, config.num_warps, config.value_parts) != (64, 4, 1):
+        allowed = "rows 64, num_warps 4, value_parts 1, keys 64 in 2 stages or 32 in 2 to 4 where specialized"
+        raise ArgumentError("config", str(config), allowed)
     second, producers = config.registers
-    own = {"SECOND_REGISTERS": second, "PRODUCER_REGISTERS": producers}
+    own = {"SECOND_REGISTERS": second, "PRODUCER_REGISTERS": producers, "KEYS": config.keys, "STAGES": config.num_stages}
     constants = {name: value for name, value in constants.items() if name != "BLOCK_M"}
     assert division.block_m == config.rows
     return Launch(hopper_kernel, grid, inputs, {**constants, **own}, {"num_warps": 4, **options})

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, KEYS, ROWS, STAGES, barrier, finish, keys_of, row_factor
+from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, ROWS, barrier, finish, keys_of, row_factor
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def _weigh(s, sees, m, total, scale):
 @gluon.jit
 def _sees(
     bias, number, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
-    TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, mma_s: gl.constexpr,
+    TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """bool [ROWS, KEYS]: which rows see which keys of the tile `number` of this program."""
     valid = (bias == 0.0)[None, :]
@@ -66,6 +66,7 @@ def lead(
     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights, and the left half of the output."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -77,7 +78,7 @@ def lead(
     first, swa_tiles, main_first, main_tiles = keys_of(
         swa_starts, swa_lens, main_lens, queries, swa_width, main_width,
         swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
-        TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
+        TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, KEYS,
     )  # fmt: skip
     batch = gl.program_id(2).to(gl.int64)
     r = gl.arange(0, ROWS, rows_s)
@@ -114,7 +115,7 @@ def lead(
         bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
         sees = _sees(
             bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
-            TOKENS, SHARED_MAIN, mma_s,
+            TOKENS, SHARED_MAIN, KEYS,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s_now,))
         p, alpha, m, total = _weigh(s, sees, m, total, scale)
@@ -157,7 +158,7 @@ def second(
     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row,
     out_batch, out_row, out_head, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
-    HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, SPLIT: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Bring the query rows; then the right half of the output."""
     mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -179,7 +180,7 @@ def second(
     _, swa_tiles, _, main_tiles = keys_of(
         swa_starts, swa_lens, main_lens, queries, swa_width, main_width,
         swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
-        TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
+        TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, KEYS,
     )  # fmt: skip
     number = swa_tiles + main_tiles
     o = gl.zeros([ROWS, HALF], gl.float32, mma_o)

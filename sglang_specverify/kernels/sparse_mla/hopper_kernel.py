@@ -1,6 +1,6 @@
 """The Gluon kernel of `decode.py` for Hopper with specialised warps, for tiles of 64 rows. `decode.py` has the formula.
 
-One program: 64 packed rows of a request and one part of its keys, in tiles of 64 list entries. Two groups of four warps, the
+One program: 64 packed rows of a request and one part of its keys, in tiles of KEYS list entries. Two groups of four warps, the
 producers, read rows of the pools ahead, each half of a tile's, and write them as bf16 into a ring in shared memory. A third, the
 lead, computes scores and weights of a tile and the left half of the output's columns; the fourth, the second, takes the
 weights through shared memory and computes the right half. So the tensor cores work while bytes are decoded.
@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sglang_specverify.kernels.sparse_mla.hopper_consume import lead, second
-from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, KEYS, ROWS, STAGES
+from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, ROWS
 from sglang_specverify.kernels.sparse_mla.hopper_produce import produce
 
 
@@ -30,9 +30,9 @@ def hopper_kernel(
     SWA_GROUP: gl.constexpr, SWA_PAGE_ROWS: gl.constexpr,
     SWA_ROW: gl.constexpr, SWA_S_BASE: gl.constexpr, SWA_S_ROW: gl.constexpr,
     MAIN_PAGE_ROWS: gl.constexpr, MAIN_ROW: gl.constexpr, MAIN_S_BASE: gl.constexpr, MAIN_S_ROW: gl.constexpr,
-    PDL: gl.constexpr, SECOND_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, SECOND_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments of `decode_kernel.py`, with caches, lists and lengths as there; BLOCK_M and BLOCK_N are 64."""
+    """Arguments of `decode_kernel.py`, with caches, lists and lengths as there; BLOCK_M is 64, KEYS stands for BLOCK_N."""
     half_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], gl.bfloat16)
     half_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], gl.bfloat16)
     shared_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], gl.bfloat16)
@@ -70,7 +70,7 @@ def hopper_kernel(
                     queries, heads, swa_width, main_width, scale, out_scale,
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row,
                     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
-                    TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, HAS_SINK, SPLIT, PDL,
+                    TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, HAS_SINK, SPLIT, PDL, KEYS, STAGES,
                 ),
             ),
             (
@@ -81,7 +81,7 @@ def hopper_kernel(
                     queries, heads, swa_width, main_width, q_batch, q_row, q_head,
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row,
                     out_batch, out_row, out_head, head_blocks, splits,
-                    TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, SPLIT,
+                    TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, SPLIT, KEYS, STAGES,
                 ),
             ),
             (
@@ -94,7 +94,7 @@ def hopper_kernel(
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
                     zero, TOKENS, SHARED_SWA, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
                     SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW,
-                    MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW,
+                    MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW, KEYS, STAGES,
                 ),
             ),
             (
@@ -107,7 +107,7 @@ def hopper_kernel(
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
                     one, TOKENS, SHARED_SWA, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
                     SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW,
-                    MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW,
+                    MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW, KEYS, STAGES,
                 ),
             ),
         ],

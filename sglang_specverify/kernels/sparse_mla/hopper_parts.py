@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 #: Triton 3.6 has it under its first name.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-#: Query rows and keys of a tile, half the columns of a row, tiles in the ring.
-ROWS, KEYS, HALF, STAGES = gl.constexpr(64), gl.constexpr(64), gl.constexpr(256), gl.constexpr(2)
+#: Query rows of a tile, and half the columns of a row.
+ROWS, HALF = gl.constexpr(64), gl.constexpr(256)
 
 
 @gluon.jit
@@ -18,7 +18,7 @@ def keys_of(
     swa_starts, swa_lens, main_lens, queries, swa_width, main_width,
     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
-    HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr,
+    HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """(first window tile, how many, first main tile, how many) of this program, lengths heeded; at least one tile."""
     batch = gl.program_id(2).to(gl.int64)

@@ -1,4 +1,4 @@
-"""How producers of `hopper_kernel.py` read 32 rows of a pool and what their bytes become, two columns in an int32.
+"""How producers of `hopper_kernel.py` read rows of a pool and what their bytes become, two columns in an int32.
 
 Values come times 2^-8 and exact, as in `rows_kernel.py`, two at a time: a bf16 has E2M1's and E4M3's fields in the same order
 as FP32, so one 32-bit operation places two codes and one `mul.bf16x2` scales them. Subnormal products and operands are kept.
@@ -31,7 +31,7 @@ def main_bytes(
     cache, slot, valid, page_stride, half, layout: gl.constexpr,
     PAGE_ROWS: gl.constexpr, V_ROW: gl.constexpr, S_BASE: gl.constexpr, S_ROW: gl.constexpr,
 ):  # fmt: skip
-    """(int32 [32, 8, 4] codes, int32 [32, 8] pairs of scales) of one half of the rows at `slot`; zeros where not `valid`."""
+    """(int32 [rows, 8, 4] codes, int32 [rows, 8] pairs of scales) of one half of the rows at `slot`; zeros where not `valid`."""
     group = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     pair = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -46,15 +46,15 @@ def main_bytes(
 
 
 @gluon.jit
-def main_words(codes, scales, layout: gl.constexpr):
-    """int32 [32, 128]: what `main_bytes` read as pairs of bf16 columns, times 2^-8."""
+def main_words(codes, scales, layout: gl.constexpr, ROWS_READ: gl.constexpr):
+    """int32 [rows, 128]: what `main_bytes` read as pairs of bf16 columns, times 2^-8."""
     second = (gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout))) >= 2)[None, None, :]
     factors = gl.where(second, _e4m3_factor(scales >> 8)[:, :, None], _e4m3_factor(scales)[:, :, None])
     o0 = _scaled(_pair(codes), factors)
     o1 = _scaled(_pair(codes >> 8), factors)
     o2 = _scaled(_pair(codes >> 16), factors)
     o3 = _scaled(_pair(codes >> 24), factors)
-    return gl.join(gl.join(o0, o2), gl.join(o1, o3)).reshape([32, 128])
+    return gl.join(gl.join(o0, o2), gl.join(o1, o3)).reshape([ROWS_READ, 128])
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def window_bytes(
     cache, slot, valid, page_stride, half, layout: gl.constexpr, GROUP: gl.constexpr,
     PAGE_ROWS: gl.constexpr, V_ROW: gl.constexpr, S_BASE: gl.constexpr, S_ROW: gl.constexpr,
 ):  # fmt: skip
-    """(int32 [32, 8, 8] codes, int32 [32, 8] scales) of one half of the rows at `slot`; zeros and ones where not `valid`."""
+    """(int32 [rows, 8, 8] codes, int32 [rows, 8] scales) of one half of the rows at `slot`; zeros and ones where not `valid`."""
     group = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
     word = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     scale = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -94,8 +94,8 @@ def window_bytes(
 
 
 @gluon.jit
-def window_words(codes, scales, GROUP: gl.constexpr):
-    """int32 [32, 128]: what `window_bytes` read as pairs of bf16 columns, times 2^-8."""
+def window_words(codes, scales, GROUP: gl.constexpr, ROWS_READ: gl.constexpr):
+    """int32 [rows, 128]: what `window_bytes` read as pairs of bf16 columns, times 2^-8."""
     low = _scaled(_e4m3_pair(codes, "prmt.b32 $0, $1, 0, 0x1404;"), gl.full_like(codes, 0x77807780))
     high = _scaled(_e4m3_pair(codes, "prmt.b32 $0, $1, 0, 0x3424;"), gl.full_like(codes, 0x77807780))
     if GROUP > 0:
@@ -107,7 +107,7 @@ def window_words(codes, scales, GROUP: gl.constexpr):
     # An E4M3 NaN would read as 480. A score with a NaN in it makes its whole row of the output NaN: one column is enough.
     nan = ((codes & 0x7F7F7F7F) + 0x01010101) & -2139062144
     low = gl.where(nan != 0, 0x7FC07FC0, low)
-    return gl.join(low, high).reshape([32, 128])
+    return gl.join(low, high).reshape([ROWS_READ, 128])
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ class SparseConfig:
         num_warps, num_stages: of the decode kernel.
         value_parts: programs among which the 512 output columns are divided, each of which computes all scores: 1, 2, 4 or 8.
         pdl: start the reducer, and this kernel after the one before it, early (programmatic dependent launch).
-        specialized: Hopper's kernel with specialised warps, where the call is one that it serves; it takes 64 keys a tile.
+        specialized: Hopper's kernel with specialised warps, where the call is one that it serves; it takes 64 keys a tile, or 32.
         registers: of a thread of its second consumer and of its producers.
         reduce_rows, reduce_columns, reduce_warps: tile of the reducer.
     """

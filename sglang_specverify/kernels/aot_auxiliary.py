@@ -124,7 +124,7 @@ def _page_tables(arch: str) -> Iterator[Auxiliary]:
             window_table=tables[1] if mapped else None,
             slot_map=meta(1 << 20, dtype=torch.int64) if mapped else None,
             row_lens=meta(_BATCH, dtype=torch.int64) if ragged else None,
-            **({"starts": meta(_BATCH + 1, dtype=torch.int32)} if ragged else rows),  # type: ignore[arg-type]
+            **({"starts": meta(_BATCH + 1, dtype=torch.int32)} if ragged else rows),
         )
         name = f"{arch} page_table page{page_size} {'ragged lengths' if ragged else 'rows'}{' map' * mapped}"
         yield Auxiliary(name, page_table_launch(a, arch))

@@ -34,9 +34,8 @@ def page_table_kernel(
         source += tl.load(row_ids + request * ids_stride).to(tl.int64) * source_row
     capacity = (length * 0 + width) * PAGE_SIZE
     length = tl.maximum(tl.minimum(tl.minimum(length, readable), capacity), 0)
-    if LENGTHS:
-        if at == 0:
-            tl.store(row_lens + request * row_lens_stride, length)
+    if LENGTHS and at == 0:
+        tl.store(row_lens + request * row_lens_stride, length)
     columns = tl.maximum((length + PAGE_SIZE - 1) // PAGE_SIZE, 1).to(tl.int32)
     table += request * table_row
     if WINDOW:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def lists(a: dict[str, Any]) -> list[list[int]]:
     """Each row's slots, as Python numbers."""
     if "starts" in a:
         starts = a["starts"].tolist()
-        return [a["slots"][one:two].tolist() for one, two in zip(starts, starts[1:], strict=False)]
+        return [a["slots"][one:two].tolist() for one, two in itertools.pairwise(starts)]
     ends = (a["seq_lens"] + a["extra"]).tolist()
     return [a["req_to_token"][row, :end].tolist() for row, end in zip(a["req_pool_indices"].tolist(), ends, strict=True)]
 
@@ -226,7 +227,8 @@ def test_refusals_come_before_the_launch(device: str) -> None:
     changes: list[tuple[dict[str, Any], str, Any]] = [
         (rows, "table", out[:1]), (rows, "table", out.long()), (rows, "table", out.T[:2]), (rows, "page_size", 0),
         (rows, "extra", -1), (rows, "seq_lens", rows["seq_lens"][:1]), (rows, "slot_map", None), (rows, "window_table", None),
-        (rows, "window_table", out[:, :4]), (rows, "row_lens", outs["row_lens"].int()), (ragged, "row_lens", outs["row_lens"][:1]),
+        (rows, "window_table", out[:, :4]), (rows, "row_lens", outs["row_lens"].int()),
+        (ragged, "row_lens", outs["row_lens"][:1]),
         (rows, "slot_map", rows["slot_map"][:0]), (ragged, "starts", ragged["starts"][:0]), (ragged, "slots", out),
     ]  # fmt: skip
     if device == "cpu":

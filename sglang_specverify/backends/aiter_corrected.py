@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _TILE = 128
 
 #: Where `extend_attention_fwd` takes them among its positional arguments.
-_K, _V, _KV_INDICES, _K_SCALE, _V_SCALE = 1, 2, 8, 13, 14
+_K, _V, _KV_INDPTR, _KV_INDICES, _K_SCALE, _V_SCALE = 1, 2, 7, 8, 13, 14
 
 
 class CorrectedAiterBackend(AiterAttnBackend):
@@ -208,6 +208,8 @@ class CorrectedAiterBackend(AiterAttnBackend):
         window = layer.sliding_window_size
         if window is not None and window > -1:
             options["sliding_window_size"] = window
+            # The mask's rows begin at position 0, not at the window.
+            options["window_kv_offsets"] = torch.zeros_like(given[_KV_INDPTR])
             if self.use_sliding_window_kv_pool and self.swa_kv_pool.layers_mapping[layer.layer_id][1]:
                 given[_KV_INDICES] = self.swa_kv_pool.translate_loc_from_full_to_swa(given[_KV_INDICES])
         return self._stock_extend(*given, sinks=sinks, **options)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_specverify.hardware import from_name
 from tests.backends import batches
 from tests.backends.batches import Batch
-from tests.backends.compare import STOCK, Inputs, assert_close, expected, inputs, run
+from tests.backends.compare import STOCK, Inputs, assert_close, cache_of, expected, inputs, run
 from tests.backends.engine import Engine, Setup
 from tests.backends.passes import draft_passes
 
@@ -69,12 +70,20 @@ def name_slots(one: Engine) -> None:
 
 
 def eighths(one: Engine) -> None:
-    """From here on every value is a multiple of 1/8 up to 1, which FP8 holds exactly, divided by a half or by 2 too."""
+    """From here on every value is a multiple of 1/8 up to 1, which FP8 holds exactly, divided by a half or by 2 too.
+
+    V is not negative: a rounding of the weights is then no larger, relative to the output, than relative to a weight.
+    """
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randint(-8, 9, shape, generator=one.generator) / 8).to(one.setup.dtype)
 
-    one.normal = normal  # type: ignore[method-assign]
+    def fresh_kv(slots: torch.Tensor, *, one_hot: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = drawn(slots)
+        return k, v.abs()
+
+    drawn = one.fresh_kv
+    one.normal, one.fresh_kv = normal, fresh_kv  # type: ignore[method-assign]
     one.fill()
 
 
@@ -93,8 +102,18 @@ def check(
         backend.init_forward_metadata(batch.forward)
     for layer in one.layers:
         x = inputs(one, batch.forward, **how)
-        x = x if change is None else change(x)
-        out = run(backend, layer, batch.forward, x)
+        if change is None:
+            out = run(backend, layer, batch.forward, x)
+        else:
+            x = change(x)
+            with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
+                # As it is: a copy would have strides of its own.
+                out = layer(x.q, x.k, x.v, batch.forward, **x.more).view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        # The sum below reads the cache, so what was put there is looked at by itself: in float32, or exact in FP8.
+        for cache, given in zip(cache_of(one, layer), (x.k, x.v), strict=True):
+            assert torch.equal(cache[batch.forward.out_cache_loc], given.double()), (
+                "the cache does not hold the K and V of the pass"
+            )
         assert_close(out[: len(batch.keys)], expected(one, layer, batch, x), relative)
 
 
@@ -115,8 +134,13 @@ def draft_extend(one: Engine) -> Batch:
 
 
 def expanded(x: Inputs) -> Inputs:
-    """One KV head that all of them are, as where there are fewer heads than ranks."""
-    return Inputs(x.q, *(y[:, :1].expand(-1, y.shape[1], -1) for y in (x.k, x.v)), x.more)
+    """One KV head that all of them are, as where there are fewer heads than ranks; what is read beside its end is zeros."""
+
+    def one(y: torch.Tensor) -> torch.Tensor:
+        padded = torch.cat([y[:, :1], torch.zeros_like(y[:, :1])])
+        return padded[: len(y)].expand(-1, y.shape[1], -1)
+
+    return Inputs(x.q, one(x.k), one(x.v), x.more)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:

@@ -161,7 +161,8 @@ def test_scales_of_a_cache_that_is_not_fp8(engine: Make, monkeypatch: pytest.Mon
         k, v = engine.pool.get_kv_buffer(layer.layer_id)
         return k.double(), v.double()
 
-    monkeypatch.setattr("tests.backends.compare.cache_of", stored)
+    for module in ("compare", "aiter_passes"):
+        monkeypatch.setattr(f"tests.backends.{module}.cache_of", stored)
     backend = target(one)
     check(one, backend, verify_batch(one, backend))
 

@@ -4,8 +4,8 @@
     python -m benchmarks.amd_check --out amd-check.json --minutes 20    with more of the benchmark's points
     TRITON_INTERPRET=1 python -m benchmarks.amd_check --dry-run --out dry.json          the same path without a GPU
 
-First `tests.gpu.backend_parity`, in a process of its own: the backends over triton and, where it is installed, aiter, eager and in
-graphs, against the FP64 reference. Then points of `benchmarks.verify_attention`: the plugin's kernels beside SGLang's Triton
+First `tests.gpu.backend_parity`, in a process of its own: the backends over triton and, where it is installed, aiter, eager and
+in graphs, against the FP64 reference. Then points of `benchmarks.verify_attention`: the plugin's kernels beside SGLang's Triton
 kernels and aiter's unified attention, each output held to FP64 before it is timed. The file carries versions, hardware, date,
 command, every row of both, and what failed. Exits with 1 if anything did, and with 2 where the machine is no AMD one.
 """

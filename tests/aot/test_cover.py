@@ -74,7 +74,7 @@ def test_everything_else_fits_its_target(futures: dict[str, Any], arch: str) -> 
     outcomes = futures[arch].result()
     kernels = {outcome.compiled.kernel for outcome in outcomes if outcome.compiled is not None}
     assert {"plan_kernel", "snapshot_table_kernel", "merge_states_kernel", "compact_visible_slots_kernel"} < kernels
-    assert {"gather_suffix_merge_kernel", "prepare_step_kernel"} < kernels
+    assert {"gather_suffix_merge_kernel", "prepare_step_kernel", "page_table_kernel"} < kernels
     for outcome in outcomes:
         check(outcome)
 

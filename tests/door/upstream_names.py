@@ -129,7 +129,7 @@ NAMES: tuple[str, ...] = (
     ),
     *_in(
         "layers.attention.aiter_backend",
-        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS, "_apply_cuda_graph_metadata", "_quantize_q_fp8")),
+        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS, "_apply_cuda_graph_metadata")),
         # Its page tables and the writes of its cache, which `backends/aiter_corrected.py` corrects.
         *_methods("AiterAttnBackend", ("_build_unified_page_table_from_spec", "_build_verify_unified_metadata")),
         *_methods("AiterAttnBackend", ("_resolve_swa_kv_pool", "_use_fused_fp8_kv_write", "get_cuda_graph_seq_len_fill_value")),

@@ -3,7 +3,7 @@
 Faults of SGLang 0.5.22 and 0.5.23, each corrected where it says; when SGLang mends one, its part goes:
 
 - A draft step passes the prefix's length, so its query misses the tokens drafted before it, and itself: `_as_aiter_reads`.
-- Tables end at the context, and the drafts of a request that is near it lie behind: `_widen`.
+- Tables, lists and paged attention's partitions end at the context, and the drafts of a request near it lie behind: `_widen`.
 - Three builders of page tables, one per caller, which write beyond a row and leave what lies before a pool: `page_table`.
 - The older verify drops the scales of an FP8 cache, the window and the sinks, and reads the full pool for window layers; where
   the pool scales K and V in place, it reads the scaled ones: `_older_verify`.
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 #: Rows of a table hold whole tiles of aiter's kernels, which read the entries of a tile before they know which of them count.
 _TILE = 128
 
+#: Keys of a partition of aiter's paged attention, as SGLang asks for it.
+_PARTITION = 256
+
 #: Where `extend_attention_fwd` takes them among its positional arguments.
 _K, _V, _KV_INDPTR, _KV_INDICES, _K_SCALE, _V_SCALE = 1, 2, 7, 8, 13, 14
 
@@ -44,6 +47,7 @@ class CorrectedAiterBackend(AiterAttnBackend):
 
     #: Set by the built-in backend.
     max_context_len: int
+    max_num_partitions: int
     extend_attention_fwd: Callable[..., Any]
 
     def __init__(self, model_runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
@@ -67,6 +71,12 @@ class CorrectedAiterBackend(AiterAttnBackend):
             return
         drafts = max(self.num_draft_tokens or 0, self.topk * (self.speculative_num_steps or 0))
         self.max_context_len = -(-(self.max_context_len + drafts) // _TILE) * _TILE
+        partitions = -(-self.max_context_len // _PARTITION)
+        if not self.use_triton_unified_attention and partitions > self.max_num_partitions:
+            self.max_num_partitions = partitions
+            # Of each request, head and partition the partial output, and the sum and the maximum of its weights, in FP32.
+            size = self.req_to_token_pool.size * self.num_head * partitions * (self.head_dim + 2) * 4
+            self.workspace_buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     # Metadata.
 

@@ -49,6 +49,8 @@ FAULTS = {
                                                 context=64, lengths=(63, 5)),
     "a table ends at the context": Fault("verify", Setup(context=128), r"67 positions by a row of 64 pages of 1", context=64,
                                          lengths=(63, 5)),
+    "the partitions of paged attention end at the context": Fault(
+        "draft", Setup(context=512), r"257 positions beyond the partitions", unified=False, context=256, lengths=(255, 5)),
     "the older verify has no scales": Fault("verify", FP8, unified=False, older=True),
     "the older verify has no window": Fault("verify", Setup(windows=(6,)), unified=False, older=True),
     "the older verify has no sinks": Fault("verify", Setup(), unified=False, older=True, how={"sinks": True}),

@@ -43,7 +43,10 @@ _K, _V, _KV_INDPTR, _KV_INDICES, _K_SCALE, _V_SCALE = 1, 2, 7, 8, 13, 14
 
 
 class CorrectedAiterBackend(AiterAttnBackend):
-    """`SGLANG_SPECVERIFY_AITER_VERIFY` and `_CHAIN` leave verify and draft extend as they are, `_DRAFT_DECODE` draft steps."""
+    """As SGLang's for MLA, for plain decode and for prefill.
+
+    `SGLANG_SPECVERIFY_AITER_VERIFY` and `_CHAIN` leave verify and draft extend as they are, `_DRAFT_DECODE` draft steps.
+    """
 
     #: Set by the built-in backend.
     max_context_len: int
@@ -186,7 +189,7 @@ class CorrectedAiterBackend(AiterAttnBackend):
         self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs
     ):
         save_kv_cache = self._write_v(k, v, layer, forward_batch, save_kv_cache)
-        if self._corrects_drafts and forward_batch.spec_info is not None:
+        if self._corrects_drafts and forward_batch.spec_info is not None and not self.use_mla:
             k, v, forward_batch = _dense(k), _dense(v), self._as_aiter_reads(forward_batch)
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
 
@@ -195,7 +198,7 @@ class CorrectedAiterBackend(AiterAttnBackend):
     ):
         mode = forward_batch.forward_mode
         save_kv_cache = self._write_v(k, v, layer, forward_batch, save_kv_cache)
-        if not (self._corrects_verify and (mode.is_target_verify() or mode.is_draft_extend_v2())):
+        if self.use_mla or not (self._corrects_verify and (mode.is_target_verify() or mode.is_draft_extend_v2())):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         k, v = _dense(k), _dense(v)
         in_place = layer.k_scale is not None and not self._use_unified_verify and mode.is_target_verify()

@@ -21,7 +21,7 @@ from benchmarks import end_to_end_plan as plan
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/kernels.md", "docs/trees.md")
+PAGES = ("README.md", "docs/chains.md", "docs/kernels.md", "docs/trees.md")
 _BLOCK = re.compile(r"(<!-- made from (?P<file>[\w.-]+): (?P<block>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -140,12 +140,84 @@ def soak(results: dict[str, Any]) -> list[str]:
     return [f"{cases}: {', '.join(each)}, plans shared by a step {shared}."]
 
 
+#: (batch, L) of the table of chains: W 4, `_FAMILY`.
+_CHAINS = (
+    (1, 1024),
+    (1, 8192),
+    (1, 32768),
+    (1, 131072),
+    (1, 1048576),
+    (4, 4096),
+    (4, 131072),
+    (16, 8192),
+    (16, 65536),
+    (64, 16384),
+)
+
+
+def chains(results: dict[str, Any]) -> list[str]:
+    """One layer's verify of a chain of 4: what is selected, and a split by a request's own length, beside SGLang's."""
+    arms = ("deterministic", "fa3", "triton", "upstream_splitkv")
+    lines = [
+        "| requests | L | selected | its µs | TB/s | deterministic | stock fa3 | stock triton | its split-KV |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = {
+        (point["batch"], point["length"]): row
+        for row in results["points"]
+        if (point := row["point"])["kind"] == "chain"
+        and point["width"] == 4
+        and not point["mixed"]
+        and _FAMILY.items() <= point.items()
+    }
+    for key in _CHAINS:
+        row = rows[key]
+        ours = row["arms"][row["selected"]]["cold"]["us"]
+        cells = [*key, row["selected"], f"{ours:.1f}", f"{row['bytes'] / ours / 1e6:.2f}"]
+        cells += [f"{row['arms'][arm]['cold']['us']:.1f}" if "cold" in row["arms"].get(arm, {}) else "" for arm in arms]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def determinism(results: dict[str, Any]) -> list[str]:
+    """Rows of a request alone and in batches, compared bit by bit."""
+    found = [check for check in results["checks"] if check["name"].startswith("rows alone and in batches")]
+    requests, differ = sum(check["requests"] for check in found), sum(check["different"] for check in found)
+    without, batches = sum(check["different_without_the_flag"] for check in found), sum(check["batches"] for check in found)
+    return [
+        f"{requests} requests of {len(found)} kinds, each alone and in some of {batches} batches: the rows of {differ} differ "
+        f"in any bit. Without the flag, of {without}."
+    ]
+
+
+def sanitizers(results: dict[str, Any]) -> list[str]:
+    """What compute-sanitizer said of a sweep over the kernels."""
+    lines = ["| checker | sweep | calls | errors in kernels | state |", "|---|---|---|---|---|"]
+    for run in results["runs"]:
+        if run["checker"] != "none":
+            errors = sum(run["reports"].values()) + len(run["wrong"])
+            lines.append(f"| {run['checker']} | {run['sweep']} | {run['calls']} | {errors} | {run['state']} |")
+    return lines
+
+
+def backends(results: dict[str, Any]) -> list[str]:
+    """How many rows of `tests.gpu.backend_parity` were inside their bound."""
+    rows = results["rows"]
+    good = sum(row["result"] == "ok" for row in rows)
+    kernels_ = ", ".join(sorted({row["kernel"] for row in rows if "kernel" in row}))
+    return [f"{good} of {len(rows)} rows inside their bound, on {kernels_}."]
+
+
 BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "backends": backends,
+    "chains": chains,
+    "determinism": determinism,
     "end to end": end_to_end,
     "end to end summary": end_to_end_summary,
     "kernels": kernels,
     "memory": memory,
     "parity": parity,
+    "sanitizers": sanitizers,
     "soak": soak,
 }
 

@@ -59,8 +59,9 @@ FLAGS = (
         f"{PREFIX}TREE_KERNEL",
         "auto",
         "Trees over fa3 and fa4: prefix and tree in one kernel (fused), or FlashAttention's prefix pass and then the tree as one "
-        "tile (tile) or each row's own ancestors (gather); auto takes one of the first two by context, width and hardware.",
-        ("auto", "fused", "tile", "gather"),
+        "tile (tile) or each row's own ancestors, by a kernel of the plugin where it fits (gather) or by FlashAttention (flash); "
+        "auto takes one of the first two by context, width and hardware.",
+        ("auto", "fused", "tile", "gather", "flash"),
     ),
     Flag(
         f"{PREFIX}CHAIN_KERNEL",
@@ -75,6 +76,12 @@ FLAGS = (
         "Correct what SGLang hands to aiter's kernels for verify of chains and draft extend; 0 leaves both as SGLang has them.",
     ),
     Flag(f"{PREFIX}GFX942", "0", "Serve chains and draft extend on gfx942 too, as on gfx95x; 0 leaves them to the base there."),
+    Flag(
+        f"{PREFIX}MTP",
+        "1",
+        "Load the MTP part of a Qwen3.5 checkpoint of Quark's in the types that its files have; 0 leaves it to SGLang, which "
+        "goes by the exclude list.",
+    ),
 )
 
 #: SGLang's own switches. The plugin inherits their meaning and changes none.
@@ -105,6 +112,7 @@ class Flags:
     chain_kernel: str = "auto"
     aiter_verify: bool = True
     gfx942: bool = False
+    mtp: bool = True
 
 
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}

@@ -8,7 +8,13 @@ import torch
 
 from sglang_specverify.backends.plans import Served
 from sglang_specverify.backends.steps import Step, View
-from sglang_specverify.kernels import draft_decode_attention, gather_suffix_merge, tree_suffix_merge, verify_attention
+from sglang_specverify.kernels import (
+    draft_decode_attention,
+    gather_suffix_merge,
+    merge_states,
+    tree_suffix_merge,
+    verify_attention,
+)
 from sglang_specverify.kernels.checks import FP8
 from sglang_specverify.routing.route import Decision
 
@@ -104,6 +110,25 @@ def merge_gathered(
     options = _options(step, layer, pool, sinks)
     known = {name: options[name] for name in ("softcap", "sinks", "k_scale", "v_scale", "sm_scale")}
     gather_suffix_merge(step.plans.query(q), keys, values, slots[:, :depth], lens, prefix_out, prefix_lse, **known)
+    return prefix_out.view(prefix_out.shape[0], -1)
+
+
+def merge_attended(
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    drafts_out: torch.Tensor,
+    drafts_lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `merge_tree`, with drafts that another kernel attended, [N, Hq, Dv] and [N, Hq], of the N rows that are real."""
+    rows = drafts_out.shape[0]
+    out, lse = prefix_out[:rows], prefix_lse[:rows]
+    merge_states(out, lse, drafts_out, drafts_lse, out=out, lse=lse)
+    if sinks is not None:
+        # A sink is a key of that score whose value is 0.
+        value = out.new_zeros(out.shape[2]).expand_as(out)
+        merge_states(out, lse, value, sinks.float().expand_as(lse), out=out, lse=lse)
     return prefix_out.view(prefix_out.shape[0], -1)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_specverify import kernels
-from sglang_specverify.backends.plans import AFTER_PREFIX_PASS, Plans, Scratch, Served, groups
+from sglang_specverify.backends.plans import AFTER_PREFIX_PASS, OWN_DRAFTS, Plans, Scratch, Served, groups
 from sglang_specverify.backends.steps import Pools, Step, View
 from sglang_specverify.kernels.checks import FP8
 from sglang_specverify.routing.facts import Mode, ServerFacts
@@ -145,7 +145,8 @@ class DeviceSteps:
             # SGLang's aiter backend scales an FP8 cache alone too.
             scales_fp8_only=self.server.base in (*FLASH, "aiter"),
             plans=Plans(self.server.deterministic, self._q_type(), saturates=self.server.base == "aiter"),
-            flash_offsets=torch.arange(bs + 1, dtype=torch.int32, device=self.device) * queries if prefix_pass else None,
+            flash_offsets=self._counted(bs) * queries if prefix_pass else None,
+            own_offsets=self._counted(bs * queries) if any(one.kernel == "prefix_flash" for one in served) else None,
         )
         return Bound(
             step=step,
@@ -156,6 +157,9 @@ class DeviceSteps:
             copies_prefix=copies,
             served=served,
         )
+
+    def _counted(self, sequences: int) -> torch.Tensor:
+        return torch.arange(sequences + 1, dtype=torch.int32, device=self.device)
 
     def _q_type(self) -> torch.dtype | None:
         quantizes = self.server.base in FLASH or (self.server.base == "aiter" and self.server.unified)
@@ -244,7 +248,7 @@ class DeviceSteps:
             size = max(size, plan.shape.workspace_bytes(step.rows) if plan.divides else 0)
         if plans.workspace is None and size:
             plans.workspace = self.scratch.of(size)
-        if step.mask is not None and any(one.kernel == "prefix_gather" for one in bound.served):
+        if step.mask is not None and any(one.kernel in OWN_DRAFTS for one in bound.served):
             self._compact(step, plans, step.mask)
 
     def _compact(self, step: Step, plans: Plans, mask: torch.Tensor) -> None:

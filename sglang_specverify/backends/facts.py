@@ -57,11 +57,19 @@ def layer_facts(layer: RadixAttention, *, is_mla: bool, has_sinks: bool = False)
     )
 
 
-def model_layers(model: Any) -> Iterable[RadixAttention]:
-    """Every attention layer of a loaded model, in module order."""
-    from sglang.srt.layers.radix_attention import RadixAttention
+def model_layers(runner: ModelRunner) -> Iterable[RadixAttention]:
+    """Every layer of the loaded model that this runner's attention backend serves, in module order.
 
-    return (module for module in model.modules() if isinstance(module, RadixAttention))
+    Some hybrids build their linear layers of `RadixAttention` too. SGLang wraps the backend of a hybrid in one that sends those
+    elsewhere, and its pool has no place for them.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    pool = runner.token_to_kv_pool
+    places = pool.full_attention_layer_id_mapping if isinstance(pool, HybridLinearKVPool) else None
+    found = (module for module in runner.model.modules() if isinstance(module, RadixAttention))
+    return (layer for layer in found if places is None or layer.layer_id in places)
 
 
 def uses_mla(runner: ModelRunner) -> bool:
@@ -116,7 +124,6 @@ def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
     """Backend states in force that no route knows. Each is a reason to leave a call to SGLang."""
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_spec
     from sglang.srt.speculative.spec_utils import resolve_draft_decode_window
 
@@ -147,11 +154,24 @@ def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
         yield "ragged verify"
     if runner.is_draft_worker and resolve_draft_decode_window(runner) != (0, 0):
         yield "draft decode window (--speculative-draft-window-size)"
-    pool = runner.token_to_kv_pool
-    # Their subclasses lay keys out in other ways, in pages or under scales of blocks.
-    pools = (pool.full_kv_pool, pool.swa_kv_pool) if type(pool) is SWAKVPool else (pool,)
-    for each in () if is_mla else pools:
-        if type(each) is not MHATokenToKVPool:
-            yield f"cache pool {type(each).__name__}"
-        elif each.kv_cache_layout != "nhd":
-            yield f"cache layout {each.kv_cache_layout}"
+    for pool in () if is_mla else _pools_of_keys(runner.token_to_kv_pool):
+        # Its subclasses lay keys out in other ways, in pages or under scales of blocks.
+        if type(pool) is not MHATokenToKVPool:
+            yield f"cache pool {type(pool).__name__}"
+        elif pool.kv_cache_layout != "nhd":
+            yield f"cache layout {pool.kv_cache_layout}"
+
+
+def _pools_of_keys(pool: Any) -> tuple[Any, ...]:
+    """The pools that hold the keys of `pool`: a hybrid's full-attention layers have one, those of sliding windows another.
+
+    None of them while it is not made: `pool` is None.
+    """
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    if pool is None:
+        return ()
+    if type(pool) is SWAKVPool:
+        return pool.full_kv_pool, pool.swa_kv_pool
+    return (pool.full_kv_pool,) if type(pool) is HybridLinearKVPool else (pool,)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention import flashattention_backend
 from sglang.srt.layers.attention.flashattention_backend import (
     FlashAttentionBackend,
     FlashAttentionMetadata,
@@ -15,7 +14,8 @@ from sglang.srt.layers.attention.flashattention_backend import (
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.speculative.spec_info import SpecInput
 
-from sglang_specverify.backends.calls import merge_gathered, merge_tree
+from sglang_specverify.backends.calls import merge_attended, merge_gathered, merge_tree
+from sglang_specverify.backends.flash_calls import Scales, attend_own_drafts, attend_prefix
 from sglang_specverify.backends.multistep import RoutedDraftBackend
 from sglang_specverify.backends.plans import AFTER_PREFIX_PASS
 from sglang_specverify.backends.routed import RoutedBackend
@@ -60,42 +60,27 @@ class SpecverifyFlashBackend(RoutedBackend, FlashAttentionBackend):
     ) -> torch.Tensor:
         if decision.kernel not in AFTER_PREFIX_PASS:
             return super().attend(step, decision, q, layer, sinks)
-        out, lse = self._attend_prefix(step, q, layer)
-        if decision.kernel == "prefix_gather":
-            server = self.routes.server
-            seen = depth(server.algorithm, server.num_steps, step.num_draft_tokens or 0)
-            return merge_gathered(step, q, layer, self.token_to_kv_pool, out, lse, depth=seen, sinks=sinks)
-        return merge_tree(step, decision, q, layer, self.token_to_kv_pool, out, lse, sinks=sinks)
-
-    def _attend_prefix(self, step: Step, q: torch.Tensor, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
-        """FlashAttention over the prefix alone: out [T, Hq, Dv] and LSE [T, Hq]. Its sinks would count again with the drafts'."""
+        pool, server, drafts = self.token_to_kv_pool, self.routes.server, step.num_draft_tokens or 0
+        represented, scales = self._represent(step, q, layer)
         keys, values = self.get_paged_mha_kv_cache(layer)
+        version, splits = self.fa_impl_ver, self.num_splits
+        out, lse = attend_prefix(step, layer, represented, keys, values, scales, version=version, num_splits=splits)
+        seen = depth(server.algorithm, server.num_steps, drafts)
+        if decision.kernel == "prefix_flash":
+            own = attend_own_drafts(step, layer, represented, pool, scales, depth=seen, version=version)
+            return merge_attended(out, lse, *own, sinks=sinks)
+        if decision.kernel == "prefix_gather":
+            return merge_gathered(step, q, layer, pool, out, lse, depth=seen, sinks=sinks)
+        return merge_tree(step, decision, q, layer, pool, out, lse, sinks=sinks)
+
+    def _represent(self, step: Step, q: torch.Tensor, layer: RadixAttention) -> tuple[torch.Tensor, Scales]:
+        """Q as FlashAttention takes it with this cache, [T, Hq, D], and scales for as many sequences as real rows."""
         rows = step.rows * (step.num_draft_tokens or 0)
-        q, _, _, k_descale, v_descale = self.prepare_paged_mha_query(
+        represented, _, _, k_descale, v_descale = self.prepare_paged_mha_query(
             q.view(-1, layer.tp_q_head_num, layer.head_dim).contiguous(), None, None, layer,
-            logical_batch_size=step.rows, kv_head_num=layer.tp_k_head_num, is_prefill=True,
+            logical_batch_size=rows, kv_head_num=layer.tp_k_head_num, is_prefill=True,
         )  # fmt: skip
-        scales = {} if k_descale is None else {"k_descale": k_descale, "v_descale": v_descale}
-        out, lse, *_ = flashattention_backend.flash_attn_with_kvcache(
-            q=q,
-            k_cache=keys,
-            v_cache=values,
-            page_table=step.full.table,
-            cache_seqlens=step.prefix_lens,
-            cu_seqlens_q=step.flash_offsets,
-            max_seqlen_q=step.num_draft_tokens,
-            softmax_scale=layer.scaling,
-            causal=False,
-            window_size=(-1, -1),
-            softcap=layer.logit_cap,
-            return_softmax_lse=True,
-            num_splits=self.num_splits,
-            ver=self.fa_impl_ver,
-            **scales,
-        )
-        if out.shape[0] > rows:
-            out[rows:].zero_()
-        return out, lse.transpose(0, 1)
+        return represented, None if k_descale is None else (k_descale, v_descale)
 
 
 class SpecverifyFlash4Backend(SpecverifyFlashBackend):

@@ -21,7 +21,10 @@ SHORT_WINDOW = 512
 WHOLE = ("fused", "specialized")
 
 #: Kernels that merge the drafts into the result of FlashAttention's pass over the prefix.
-AFTER_PREFIX_PASS = ("prefix_tile", "prefix_gather")
+AFTER_PREFIX_PASS = ("prefix_tile", "prefix_gather", "prefix_flash")
+
+#: Of these, the ones that take each row's own drafts out of a list.
+OWN_DRAFTS = ("prefix_gather", "prefix_flash")
 
 
 @dataclass(frozen=True)

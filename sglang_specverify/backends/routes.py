@@ -53,7 +53,7 @@ class Routes:
         self._calls: Counter[tuple[Mode, str, str, str]] = Counter()
         modes = [mode for mode in _MODES[part] if self.server.algorithm is not None or mode not in CLAIMED]
         model = getattr(runner, "model", None)  # SGLang's own attention test kit has a runner without one
-        for layer in () if model is None else model_layers(model):
+        for layer in () if model is None else model_layers(runner):
             for mode in modes:
                 self._lookup(layer, mode, frozenset())
 

@@ -98,6 +98,8 @@ class Step:
     plans: Plans | None = None
     #: FlashAttention's row offsets, int32 [rows + 1], where its prefix pass serves a layer.
     flash_offsets: torch.Tensor | None = None
+    #: The same where each draft token is a sequence of its own, int32 [rows * W + 1].
+    own_offsets: torch.Tensor | None = None
 
     def at(self, step: int) -> Step:
         """The same draft-decode pass at another step of the draft."""

@@ -21,6 +21,7 @@ BAD_INPUT = 2
 _COMMANDS = {
     "doctor": ("sglang_specverify.cli.doctor:doctor", "Check versions, hardware, entry point, flags and kernels."),
     "explain": ("sglang_specverify.cli.explain:explain", "Explain base and kernels for a model and a server line."),
+    "checkpoint": ("sglang_specverify.cli.checkpoint:checkpoint", "Show how a checkpoint's MTP part will be built."),
     "env": ("sglang_specverify.cli.env:env", "Show the plugin's environment variables."),
     "serve": ("sglang_specverify.cli.serve:serve", "Start SGLang's server with the plugin."),
     "demo": ("sglang_specverify.cli.demo:demo", "Serve a tiny model with and without speculation, and compare."),

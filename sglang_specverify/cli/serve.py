@@ -30,9 +30,13 @@ _WITHOUT_GPU: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--max-total-tokens", "4096"), ("--max-total-tokens",)),
     # A bound on top of that. SGLang compares it with memory that other processes take meanwhile, so it leaves room.
     (("--mem-fraction-static", "0.5"), ("--mem-fraction-static",)),
+    # Each scheduler that waits for requests would otherwise keep one core busy.
+    (("--sleep-on-idle",), ("--sleep-on-idle",)),
 )
-#: SGLang's CPU engine; and Triton's interpreter for what is left to SGLang's Triton backend.
-_ENVIRONMENT_WITHOUT_GPU = {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
+#: SGLang's CPU engine; Triton's interpreter for what is left to SGLang's Triton backend; and SGLang's choice among drafts not
+#: compiled, which at the first request of a server with trees takes a C++ compiler and more time than it saves.
+_ENVIRONMENT_WITHOUT_GPU = {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1"}
+_ASKS_TO_COMPILE = "--enable-torch-compile"
 
 
 def command(
@@ -57,7 +61,9 @@ def command(
     attention, prefill, decode, draft = line.backends
     asked = PLUGIN if filled[:2] == ["--attention-backend", PLUGIN] else attention
     check_request(asked, prefill, decode, draft, mode=line.mode, speculation=line.algorithm is not None)
-    extra = {} if _has_gpu(line, hardware) else _ENVIRONMENT_WITHOUT_GPU
+    extra = {} if _has_gpu(line, hardware) else dict(_ENVIRONMENT_WITHOUT_GPU)
+    if any(names_option(argument, _ASKS_TO_COMPILE) for argument in arguments):
+        extra.pop("TORCH_COMPILE_DISABLE", None)
     argv = [sys.executable, "-m", "sglang.launch_server", *arguments, *filled]
     return argv, {name: value for name, value in extra.items() if name not in environ}
 

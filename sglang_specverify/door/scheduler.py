@@ -10,8 +10,10 @@ from typing import Any
 
 from sglang_specverify import __version__, flags
 from sglang_specverify.door.handshake import write_record
+from sglang_specverify.door.memory import keep_reserve
 from sglang_specverify.door.request import Request, wants_plugin
 from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.mtp import install as mtp
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +36,24 @@ def install() -> None:
     Upstream points (SGLang 0.5.22 and 0.5.23; the drift guard in the tests watches them):
     `attention_registry.ATTENTION_BACKENDS`, `DraftBackendFactory._create_{fa3,fa4,triton,aiter}_{decode,prefill}_backend`,
     `Scheduler.get_init_info`, `Scheduler.get_internal_state`, `scheduler.get_exception_traceback`,
-    `dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS`.
+    `KVCacheConfigurator.config_from_budget`, `dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS`, and
+    `loader._initialize_model`, which `mtp.install` wraps.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.managers import scheduler
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     for base in flags.BASES:
         ATTENTION_BACKENDS[base] = _once(ATTENTION_BACKENDS[base], partial(_target_factory, base))
         for half, build in (("decode", _build_draft_decode), ("prefill", _build_draft_extend)):
             _patch(DraftBackendFactory, f"_create_{base}_{half}_backend", _draft_factory(base, build))
+    _patch(KVCacheConfigurator, "config_from_budget", keep_reserve)
     _patch(scheduler.Scheduler, "get_init_info", _with_record)
     _patch(scheduler.Scheduler, "get_internal_state", _with_routes)
     _patch(scheduler, "get_exception_traceback", _without_traceback)
     _keep_dflash_mask_rule()
+    mtp.install()
 
 
 def _once(stock: Callable[..., Any], wrap: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:

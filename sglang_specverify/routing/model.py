@@ -25,6 +25,10 @@ _SINKS = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalL
 #: SGLang's models that let image tokens see each other, by a mask that they write into the built-in backend's metadata.
 _IMAGE_RANGES = ("Gemma3ForConditional", "Gemma4ForConditional", "Gemma4Unified")
 
+#: Keys of a config, and a family, for which SGLang puts a sparse backend of its own in the place of any that it is given.
+_SPARSE_KEYS = ("compress_ratios", "index_topk", "indexer_n_heads")
+_SPARSE_FAMILIES = ("MiniMaxM3Sparse",)
+
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -158,7 +162,7 @@ class _Reader:
             yield "the vision or audio encoder has its own attention (--mm-attention-backend): not this plugin's"
         if self.text.get("num_nextn_predict_layers") or self.text.get("mtp_num_hidden_layers"):
             yield "with NEXTN the checkpoint's own MTP layer is the draft"
-        if self.text.get("compress_ratios") or self.text.get("index_topk"):
+        if self._is_sparse():
             yield "SGLang picks a sparse backend of its own for this model, and the plugin has no subclass of it"
 
     def _layer(self, label: Label, index: int) -> LayerFacts:
@@ -233,12 +237,15 @@ class _Reader:
             return True
         return bool(self.text.get("add_swa_attention_sink_bias" if swa else "add_full_attention_sink_bias"))
 
+    def _is_sparse(self) -> bool:
+        return self.architecture.startswith(_SPARSE_FAMILIES) or any(self.text.get(key) for key in _SPARSE_KEYS)
+
     def _unknown(self) -> Iterator[str]:
         if _positive(self.text.get("attn_temperature_len")):
             yield "xai_temperature_len"
         if self._softcap() and self.text.get("attn_logit_softcapping_method", "tanh") != "tanh":
             yield "logit_capping_method"
-        if self.text.get("compress_ratios") or self.text.get("index_topk"):
+        if self._is_sparse():
             yield "sparse attention"
         if self.text.get("alibi") or self.text.get("position_embedding_type") == "alibi":
             yield "alibi"

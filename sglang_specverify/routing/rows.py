@@ -12,6 +12,7 @@ from sglang_specverify.routing.facts import CallFacts, LayerFacts, LayerKind, Mo
 from sglang_specverify.routing.tree import (
     MAX_GATHERED,
     MAX_GATHERED_DIM,
+    MAX_LISTED,
     SPECIALIZED_ARCH,
     SPECIALIZED_HEAD_DIMS,
     SPECIALIZED_ROWS,
@@ -138,9 +139,17 @@ def _refuse_prefix_pass(case: Case) -> str | None:
     return None
 
 
+def _refuse_own_drafts(case: Case) -> str | None:
+    """What neither of the kernels that attend each row's own drafts serves."""
+    width = case.server.num_draft_tokens
+    if reason := _refuse_prefix_pass(case):
+        return reason
+    return f"{width} drafts of a request are over the {MAX_LISTED} that are listed for it" if width > MAX_LISTED else None
+
+
 def _refuse_gather(case: Case) -> str | None:
     server, layer = case.server, case.layer
-    if reason := _refuse_prefix_pass(case):
+    if reason := _refuse_own_drafts(case):
         return reason
     if case.flags.tree_kernel != "gather":
         return "it serves where SGLANG_SPECVERIFY_TREE_KERNEL=gather asks for it"
@@ -150,6 +159,14 @@ def _refuse_gather(case: Case) -> str | None:
     if max(layer.head_dim, layer.v_head_dim) > MAX_GATHERED_DIM:
         return f"head dim {max(layer.head_dim, layer.v_head_dim)} is over its {MAX_GATHERED_DIM}"
     return None
+
+
+def _refuse_flash(case: Case) -> str | None:
+    if reason := _refuse_own_drafts(case):
+        return reason
+    if case.flags.tree_kernel == "flash" or (case.flags.tree_kernel == "gather" and _refuse_gather(case)):
+        return None
+    return "it serves where SGLANG_SPECVERIFY_TREE_KERNEL=flash asks for it, or gather does and prefix_gather does not fit"
 
 
 def _refuse_tile(case: Case) -> str | None:
@@ -195,6 +212,12 @@ def _gather_serves(case: Case) -> str:
     return "SGLANG_SPECVERIFY_TREE_KERNEL=gather"
 
 
+def _flash_serves(case: Case) -> str:
+    if case.flags.tree_kernel == "flash":
+        return "SGLANG_SPECVERIFY_TREE_KERNEL=flash"
+    return f"SGLANG_SPECVERIFY_TREE_KERNEL=gather, and for prefix_gather {_refuse_gather(case)}"
+
+
 def _tile_serves(case: Case) -> str:
     if case.flags.tree_kernel == "tile":
         return "SGLANG_SPECVERIFY_TREE_KERNEL=tile"
@@ -234,6 +257,7 @@ def _after_prefix_pass(
 
 ROUTES: tuple[Route, ...] = (
     _after_prefix_pass("prefix_gather", _refuse_gather, _gather_serves),
+    _after_prefix_pass("prefix_flash", _refuse_flash, _flash_serves),
     _after_prefix_pass("prefix_tile", _refuse_tile, _tile_serves),
     Route(
         name="specialized",

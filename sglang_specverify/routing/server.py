@@ -52,12 +52,14 @@ _SWITCHES = (
     "--enable-dp-attention",
     "--enable-kv-cache-sharding",
     "--enable-unified-memory",
+    "--enable-page-major-kv-layout",
     "--enable-pdmux",
 )
 #: What is in force with an option that no route knows, in the words of the running backends.
 _STATES = {
     "--enable-kv-cache-sharding": "KV cache sharding",
     "--enable-unified-memory": "unified memory pool",
+    "--enable-page-major-kv-layout": "cache pool PageMajorMHATokenToKVPool",
     "--enable-pdmux": "prefill-decode multiplexing",
 }
 #: SGLang's own choice where the line gives no number of steps: (steps, topk, draft tokens).

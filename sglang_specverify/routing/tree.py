@@ -26,6 +26,9 @@ SPECIALIZED_ARCH, SPECIALIZED_HEAD_DIMS, SPECIALIZED_ROWS = "sm_90", (64, 128), 
 #: What the gathered suffix was made for: it holds a row's whole suffix in registers.
 MAX_GATHERED, MAX_GATHERED_DIM = 64, 128
 
+#: Drafts of a request up to which each row's own are listed; `kernels/compact.py` says the same, and the tests compare.
+MAX_LISTED = 256
+
 
 def depth(algorithm: str | None, num_steps: int, num_draft_tokens: int) -> int:
     """The most draft tokens that a row sees, itself included: a path from the root. NGRAM's may be the whole draft."""

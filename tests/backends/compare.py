@@ -56,7 +56,9 @@ def run(backend: Any, layer: RadixAttention, forward: ForwardBatch, x: Inputs, *
 
 def cache_of(engine: Engine, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's K and V as stored times their scales, FP64, indexed by full-pool slot."""
-    k, v = (buffer.double() for buffer in engine.pool.get_kv_buffer(layer.layer_id))
+    # Not by the pool's own way from a layer's number to its place.
+    pool, number = (engine.pool.full_kv_pool, engine.layers.index(layer)) if engine.hybrid else (engine.pool, layer.layer_id)
+    k, v = (buffer.double() for buffer in pool.get_kv_buffer(number))
     if layer.k_scale is not None:
         k, v = k * layer.k_scale_float, v * layer.v_scale_float
     if engine.is_window_pool and engine.pool.layers_mapping[layer.layer_id][1]:
@@ -100,7 +102,8 @@ def assert_close(out: torch.Tensor, want: torch.Tensor, relative: float) -> None
 
 def limit(backend: Any, dtype: torch.dtype) -> float:
     """How far an output of `backend` may be off, relative to the largest one: see `assert_close`."""
-    return (KERNELS if backend.routes.on_device else OURS)[dtype]
+    ours = getattr(backend, "full_attn_backend", backend)
+    return (KERNELS if ours.routes.on_device else OURS)[dtype]
 
 
 def assert_sees(engine: Engine, layer: RadixAttention, batch: Batch, out: torch.Tensor, relative: float) -> None:

@@ -23,6 +23,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from tests.backends import hybrid
+
 DEVICE = "cpu"
 
 
@@ -43,6 +45,9 @@ class Setup:
     v_head_dim: int | None = None
     windows: tuple[int, ...] = (-1,)
     window_pool: bool = False
+    #: A hybrid's target, in which each of these layers follows a linear one, or its draft of one layer.
+    hybrid: bool = False
+    hybrid_draft: bool = False
     softcap: float = 0.0
     scales: tuple[float, float] | None = None
     context: int = 256
@@ -90,13 +95,15 @@ class Engine:
         # One rank of one: what a scheduler process learns when its groups are built.
         self._ranks = get_parallel().override(attn_dcp_rank=0)
         self._ranks.__enter__()
+        self.hybrid = hybrid.config_of(len(setup.windows)) if setup.hybrid or setup.hybrid_draft else None
+        self.layer_ids = self.hybrid.full_attention_layer_ids if setup.hybrid else list(range(len(setup.windows)))
+        self.req_to_token_pool = self._requests()
         self.pool, self.allocator = self._pools()
-        self.req_to_token_pool = ReqToTokenPool(setup.pool_rows, setup.context, DEVICE, enable_memory_saver=False)
         self.random.shuffle(self.req_to_token_pool.free_slots)
         self._shuffle_free()
         # What a row holds before it is written is not a slot of anybody: a read of it must show.
         self.req_to_token_pool.req_to_token.fill_(0)
-        self.layers = [self._layer(index, window) for index, window in enumerate(setup.windows)]
+        self.layers = [self._layer(index, window) for index, window in zip(self.layer_ids, setup.windows, strict=True)]
         self.requests: list[Request] = []
 
     def close(self) -> None:
@@ -110,6 +117,12 @@ class Engine:
     @property
     def is_window_pool(self) -> bool:
         return isinstance(self.pool, SWAKVPool)
+
+    def _requests(self) -> ReqToTokenPool:
+        s = self.setup
+        if self.hybrid is not None:
+            return hybrid.request_pool(self.hybrid, s.pool_rows, s.context, s.draft_tokens, DEVICE)
+        return ReqToTokenPool(s.pool_rows, s.context, DEVICE, enable_memory_saver=False)
 
     def _pools(self) -> tuple[Any, Any]:
         s = self.setup
@@ -132,7 +145,12 @@ class Engine:
             return pool, SWATokenToKVPoolAllocator(
                 s.slots, s.slots // 2, s.page_size, self.cache_dtype, DEVICE, pool, need_sort=False
             )
-        pool = MHATokenToKVPool(s.slots, layer_num=len(s.windows), enable_alt_stream=False, enable_kv_cache_copy=True, **common)
+        if self.hybrid is not None:
+            pool: Any = hybrid.key_pool(self.layer_ids, self.req_to_token_pool, s.slots, common)
+        else:
+            pool = MHATokenToKVPool(
+                s.slots, layer_num=len(s.windows), enable_alt_stream=False, enable_kv_cache_copy=True, **common
+            )
         if s.page_size == 1:
             return pool, TokenToKVPoolAllocator(s.slots, self.cache_dtype, DEVICE, pool, need_sort=False)
         return pool, PagedTokenToKVPoolAllocator(s.slots, s.page_size, self.cache_dtype, DEVICE, pool, need_sort=False)
@@ -170,7 +188,7 @@ class Engine:
             attention_arch=AttentionArch.MHA, context_len=s.context, head_dim=s.head_dim, v_head_dim=v_dim,
             swa_v_head_dim=v_dim, is_encoder_decoder=False, model_is_mrope=False, vocab_size=1 << 20,
             get_max_num_attention_heads=lambda: s.q_heads, get_num_kv_heads=lambda *_: s.kv_heads,
-            hf_config=SimpleNamespace(architectures=["TestForCausalLM"], get_text_config=lambda: SimpleNamespace()),
+            hf_config=self.hybrid or SimpleNamespace(architectures=["TestForCausalLM"], get_text_config=SimpleNamespace),
             hf_text_config=SimpleNamespace(num_attention_heads=s.q_heads), is_local_attention_model=False,
             linear_attn_registry_result=None, requires_mm_token_modalities=False, dtype=s.dtype, is_multimodal=False,
             num_attention_heads=s.q_heads,
@@ -184,7 +202,7 @@ class Engine:
             req_to_token_pool=self.req_to_token_pool, token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=self.allocator, kv_index_translator=translator, server_args=self.server_args,
             model=torch.nn.ModuleList(self.layers), model_config=config, spec_algorithm=algorithm,
-            is_draft_worker=is_draft, attention_chunk_size=None, prefill_attention_backend_str="triton",
+            is_draft_worker=is_draft, attention_chunk_size=None, use_mla_backend=False, prefill_attention_backend_str="triton",
             kv_cache_dtype_str="auto" if s.cache_dtype is None else "fp8_e4m3", lora_manager=None,
             ngram_embedding_manager=SimpleNamespace(enabled=False),
             sliding_window_size=None if window < 0 else window + int(stock_decode_window),

@@ -82,8 +82,8 @@ class Graph:
 
     def bound(self) -> Any:
         """The plugin's step of this graph."""
-        key = self.requests if self.mode.is_decode() else next(k for k in self.backend._bound if k[1] == self.requests)
-        return self.backend._bound[key]
+        bound = getattr(self.backend, "full_attn_backend", self.backend)._bound
+        return bound[self.requests if self.mode.is_decode() else next(k for k in bound if k[1] == self.requests)]
 
     def addresses(self) -> dict[str, int]:
         """Where the layers of this graph read."""

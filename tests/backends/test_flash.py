@@ -67,7 +67,7 @@ def test_trees(engine: Make, monkeypatch: pytest.MonkeyPatch, flash: list[Any], 
     assert kernels(backend.routes.report()) == {"target_verify": ran | ({"fused"} if len(one.layers) > full else set())}
 
 
-@pytest.mark.parametrize("kernel", ["tile", "gather", "fused"])
+@pytest.mark.parametrize("kernel", ["tile", "gather", "flash", "fused"])
 def test_an_fp8_cache(engine: Make, monkeypatch: pytest.MonkeyPatch, flash: list[Any], kernel: str) -> None:
     """FlashAttention takes Q in FP8 there, in decode too: both halves of a verify must see the same Q."""
     from tests.interpreter import repair
@@ -94,11 +94,12 @@ def test_an_fp8_cache(engine: Make, monkeypatch: pytest.MonkeyPatch, flash: list
         check(one, backend, batch, sinks=True)
     finally:
         repair.remove()
-    assert [call["q"] for call in flash] == ([] if kernel == "fused" else [torch.float8_e4m3fn])
-    assert len(seen) == len(flash)
+    assert [call["q"] for call in flash] == [torch.float8_e4m3fn] * {"fused": 0, "flash": 2}.get(kernel, 1)
+    assert all(call["scales"] for call in flash)
+    assert len(seen) == min(1, len(flash)), "both passes take the Q that decode takes"
 
 
-@pytest.mark.parametrize("kernel", ["tile", "gather", "fused"])
+@pytest.mark.parametrize("kernel", ["tile", "gather", "flash", "fused"])
 def test_scales_of_a_cache_that_is_not_fp8(engine: Make, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """A checkpoint may bring them for any cache. What is stored is not divided by them, and FlashAttention applies none."""
     monkeypatch.setenv("SGLANG_SPECVERIFY_TREE_KERNEL", kernel)

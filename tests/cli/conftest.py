@@ -24,7 +24,7 @@ Run = Callable[..., Outcome]
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("SGLANG_") or name in ("TRITON_INTERPRET", "COLUMNS"):
+        if name.startswith("SGLANG_") or name in ("TRITON_INTERPRET", "TORCH_COMPILE_DISABLE", "COLUMNS"):
             monkeypatch.delenv(name)
 
 

@@ -13,7 +13,7 @@ import typer
 from sglang_specverify import __version__
 from tests.cli.conftest import Run
 
-COMMANDS = ("doctor", "explain", "env", "serve", "demo", "tune")
+COMMANDS = ("doctor", "explain", "checkpoint", "env", "serve", "demo", "tune")
 
 
 def test_help_names_every_command(run: Run) -> None:
@@ -36,6 +36,7 @@ def test_no_command_shows_the_help(run: Run) -> None:
     [
         ("doctor", "every trouble comes with its remedy"),
         ("explain", "Needs no GPU, no SGLang and no weights"),
+        ("checkpoint", "Needs no GPU and no SGLang; reads no weight"),
         ("env", "current value, default, type and meaning"),
         ("serve", "Every argument goes to SGLang"),
     ],

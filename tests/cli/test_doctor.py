@@ -51,7 +51,7 @@ def test_an_h200_in_order() -> None:
     assert bad(H200) == bad(H200, "warn") == []
     # The checks ask for a chain, which stays with FlashAttention; `explain` says it of a given server.
     assert "SGLANG_SPECVERIFY_CHAIN_KERNEL=fused" in found(H200, "target_verify").detail
-    assert "prefix_gather, prefix_tile, specialized, fused" in found(H200, "kernels").detail
+    assert "prefix_gather, prefix_flash, prefix_tile, specialized, fused" in found(H200, "kernels").detail
     assert found(H200, "base").detail.startswith("fa3")
     assert found(H200, "hardware").detail == "SM90, 2 × NVIDIA H200, 141 GiB, 132 multiprocessors"
 

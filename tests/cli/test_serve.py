@@ -23,8 +23,9 @@ CPU = [
     *("--dtype", "float32"),
     *("--max-total-tokens", "4096"),
     *("--mem-fraction-static", "0.5"),
+    "--sleep-on-idle",
 ]
-CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def filled(line: str, hardware: Hardware = NO_GPU, environ: dict[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
@@ -63,6 +64,7 @@ def test_a_device_that_is_not_there_is_left_to_sglang() -> None:
         ("--dtype bfloat16", ["--dtype", "float32"]),
         ("--max-total-tokens=99", ["--max-total-tokens", "4096"]),
         ("--mem-fraction-static 0.2", ["--mem-fraction-static", "0.5"]),
+        ("--sleep-on-idle", ["--sleep-on-idle"]),
         ("--attention-backend specverify", BACKEND),
         ("--attention-backend=specverify", BACKEND),
         ("--speculative-draft-attention-backend specverify --attention-backend triton", BACKEND),
@@ -85,6 +87,13 @@ def test_an_option_that_begins_alike_settles_nothing() -> None:
 def test_what_the_environment_says_already_is_not_set(name: str) -> None:
     _, extra = filled("--model-path M", environ={name: "0"})
     assert extra == {key: value for key, value in CPU_ENVIRONMENT.items() if key != name}
+
+
+def test_whoever_asks_to_compile_gets_it() -> None:
+    _, asked = filled("--model-path M --enable-torch-compile")
+    _, others = filled("--model-path M --enable-torch-compile-debug-mode")
+    assert others == CPU_ENVIRONMENT
+    assert asked == {key: value for key, value in CPU_ENVIRONMENT.items() if key != "TORCH_COMPILE_DISABLE"}
 
 
 @pytest.mark.parametrize(("backend", "remedy"), [("fa3", "SGLANG_SPECVERIFY_BASE=fa3"), ("flashinfer", "leave it out, or")])
@@ -130,17 +139,16 @@ def test_becomes_the_server(run: Run, started: list[tuple[Any, ...]], monkeypatc
     assert environ == {**os.environ, **CPU_ENVIRONMENT}
     # Each thing that was filled in is shown, and nothing else.
     assert outcome.err.strip() == (
-        "specverify: filled in SGLANG_USE_CPU_ENGINE=1, --attention-backend specverify, --device cpu, --disable-cuda-graph, "
-        "--dtype float32, --max-total-tokens 4096, --mem-fraction-static 0.5"
+        "specverify: filled in SGLANG_USE_CPU_ENGINE=1, TORCH_COMPILE_DISABLE=1, --attention-backend specverify, --device cpu, "
+        "--disable-cuda-graph, --dtype float32, --max-total-tokens 4096, --mem-fraction-static 0.5, --sleep-on-idle"
     )
 
 
 def test_dry_run_prints_a_line_for_a_shell(run: Run, started: list[tuple[Any, ...]]) -> None:
     outcome = run("serve", "--dry-run", "--model-path", "my model")
     assert (outcome.code, started) == (0, [])
-    assert outcome.out.startswith(
-        f"SGLANG_USE_CPU_ENGINE=1 TRITON_INTERPRET=1 {sys.executable} -m sglang.launch_server --model-path"
-    )
+    variables = "SGLANG_USE_CPU_ENGINE=1 TRITON_INTERPRET=1 TORCH_COMPILE_DISABLE=1"
+    assert outcome.out.startswith(f"{variables} {sys.executable} -m sglang.launch_server --model-path")
     assert "'my model'" in outcome.out
 
 

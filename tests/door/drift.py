@@ -47,11 +47,23 @@ def source_of(version: str) -> Path | zipfile.Path:
     if (directory / "sglang").is_dir():
         return directory
     for wheel in sorted(directory.glob(f"sglang-{version}-*.whl")):
-        return zipfile.Path(wheel)
+        return _opened(wheel)
     raise NotHere(
         f"the source of SGLang {version} is not in {directory}; fetch it with: "
         f"python -m pip install --no-deps --target {directory} sglang=={version}"
     )
+
+
+@functools.cache
+def _opened(wheel: Path) -> zipfile.Path:
+    """Once: to read what a wheel holds takes longer than to read a module."""
+    return zipfile.Path(wheel)
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """By the text, not by where it lies: trees that differ in one file share the rest."""
+    return ast.parse(text)
 
 
 @functools.cache
@@ -61,7 +73,7 @@ def module_of(version: str, module: str) -> ast.Module | None:
     for tail in (".py", "/__init__.py"):
         file = package / (module.replace(".", "/") + tail)
         if file.is_file():
-            return ast.parse(file.read_text(encoding="utf-8"))
+            return _parsed(file.read_text(encoding="utf-8"))
     return None
 
 
@@ -144,7 +156,7 @@ def arguments_of(version: str) -> dict[str, set[str]]:
     """Namespace -> the server arguments that this version declares under it."""
     declared: dict[str, set[str]] = {}
     for file in (source_of(version) / "sglang" / "srt" / "arg_groups" / "fields").iterdir():
-        tree = ast.parse(file.read_text(encoding="utf-8")) if file.name.endswith(".py") else ast.Module([], [])
+        tree = _parsed(file.read_text(encoding="utf-8")) if file.name.endswith(".py") else ast.Module([], [])
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 for path in find(node, ["_NS_PATH"]):

@@ -41,7 +41,7 @@ def small_server(target: Path, arguments: Sequence[str]) -> list[str]:
     """SGLang's arguments for a server with a tiny cache, which says it is ready without serving a request first."""
     head = ["--model-path", str(target), "--attention-backend", "specverify", "--device", "cpu", "--disable-cuda-graph"]
     small = ["--dtype", "float32", "--max-total-tokens", "256", "--mem-fraction-static", "0.1", "--skip-server-warmup"]
-    return [*head, *small, *arguments]
+    return [*head, *small, "--sleep-on-idle", *arguments]
 
 
 #: Set when nobody waits for a server any more, as after Ctrl-C: those that still run are then stopped.

@@ -44,7 +44,9 @@ def scheduler_process(door: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """A process like SGLang's scheduler: the factories patched, those underneath replaced by records."""
     from sglang.srt.layers.attention import attention_registry, hybrid_attn_backend
     from sglang.srt.managers import scheduler
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+    from sglang.srt.model_loader import loader
     from sglang.srt.speculative import dflash_utils
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -55,10 +57,12 @@ def scheduler_process(door: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         for half, what in (("decode", "draft decode"), ("prefill", "draft extend")):
             monkeypatch.setattr(DraftBackendFactory, f"_create_{base}_{half}_backend", _stock_draft(base, what))
     for owner, name in (
+        (KVCacheConfigurator, "config_from_budget"),
         (scheduler.Scheduler, "get_init_info"),
         (scheduler.Scheduler, "get_internal_state"),
         (scheduler, "get_exception_traceback"),
         (dflash_utils, "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"),
+        (loader, "_initialize_model"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(attention_backend_setup, "attn_backend_wrapper", lambda runner, backend: backend)
@@ -72,6 +76,7 @@ def scheduler_process(door: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
             monkeypatch.setattr(cls, "__init__", _record)
         assert tuple(names) == CLASSES[base]
     ours.install()
+    assert loader._initialize_model._specverify
     yield
 
 

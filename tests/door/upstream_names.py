@@ -78,6 +78,7 @@ NAMES: tuple[str, ...] = (
         "get_observability",
         "get_parallel",
         "get_platform",
+        "get_server_args",
         "get_spec",
     ),
     # The launcher and its schedulers.
@@ -96,6 +97,11 @@ NAMES: tuple[str, ...] = (
         "run_scheduler_process",
         "get_exception_traceback",
     ),
+    # How it sizes the KV pool, and what beside the plugin's buffers depends on it.
+    *_in("mem_cache.kv_cache_configurator", "KVCacheConfigurator.config_from_budget", "KVCacheConfigurator.resolve_max_num_reqs"),
+    *_in("mem_cache.allocation_sizing", "get_req_to_token_extra_context_len"),
+    *_in("model_executor.cuda_graph_config", "PhaseConfig", "CudaGraphConfig"),
+    *_in("runtime_context", "get_schedule"),
     *_in("utils.common", "kill_process_tree"),
     "sglang.utils:get_exception_traceback",
     # The factories.
@@ -139,6 +145,10 @@ NAMES: tuple[str, ...] = (
     # What a batch, a layer and a cache pool look like.
     *_in("layers.attention.verify_mask", "VerifyMask", "maybe_create_verify_mask"),
     "sglang.kernels.ops.attention.flash_attention:flash_attn_with_kvcache",
+    "sglang.kernels.ops.attention.flash_attention_v3:flash_attn_with_kvcache",
+    "sglang.kernels.ops.attention.flash_attention_v4:flash_attn_with_kvcache",
+    "sglang.kernels.ops.attention.flash_attention_v4:flash_attn_varlen_func",
+    *_in("mem_cache.layout.paged_view", "paged_view", "paged_kv_view"),
     # Who captures a batch, and what is in it.
     *_in("model_executor.runner.decode_cuda_graph_runner", "build_replay_fb_view", "DecodeCudaGraphRunner.capture_one_shape"),
     *_in("speculative.eagle_draft_cuda_graph_runner", "EAGLEDraftCudaGraphRunner.capture_one_shape"),
@@ -153,6 +163,18 @@ NAMES: tuple[str, ...] = (
     *_in("model_executor.cuda_graph_config", "cuda_graph_fully_disabled"),
     *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer", "__init__"))),
     *_in(
+        "mem_cache.memory_pool",
+        *_methods("HybridLinearKVPool", ("__init__", "set_kv_buffer", "get_key_buffer", "get_value_buffer", "get_kv_buffer")),
+        "HybridLinearKVPool._transfer_full_attention_id",
+    ),
+    # What it puts around the backend of a hybrid.
+    *_in("layers.attention.attention_registry", "attn_backend_wrapper", "attn_backend_wrapper_for_draft_extend"),
+    *_in(
+        "layers.attention.hybrid_linear_attn_backend",
+        *_methods("HybridLinearAttnBackend", (*_BACKEND, "forward", "verify_mask", *_STEP_GRAPHS)),
+        "HybridLinearAttnBackend.update_verify_buffers_to_fill_after_draft",
+    ),
+    *_in(
         "mem_cache.swa_memory_pool",
         *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer", "translate_loc_from_full_to_swa")),
     ),
@@ -164,6 +186,17 @@ NAMES: tuple[str, ...] = (
     *_in("speculative.eagle_worker_common", "build_eagle_verify_input"),
     *_in("speculative.ngram_worker", "USE_FULL_MASK", "_is_cpu"),
     *_in("speculative.dflash_utils", "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"),
+    # An MTP part on its way from the files: which files, which architecture, which quantisation, which parameters.
+    *_in("model_loader.loader", "_initialize_model", "_get_quantization_config", "DefaultModelLoader._prepare_weights"),
+    *_in("model_loader.weight_utils", "filter_duplicate_safetensors_files"),
+    *_in("configs.model_config", "ModelConfig._config_draft_model"),
+    *_in("models.qwen3_5_mtp", "_mtp_quant_config", *_methods("Qwen3_5ForCausalLMMTP", ("__init__", "load_weights"))),
+    *_in(
+        "layers.quantization.quark.quark",
+        *_methods("QuarkConfig", ("__init__", "get_quant_method", "_find_matched_config", "can_fuse_shared_expert")),
+        *_methods("QuarkConfig", ("_get_block_fp8_config", "_is_fp8_w8a8", "_is_mx_fp4")),
+    ),
+    *_in("layers.quantization.quark.utils", "should_ignore_layer", "_is_equal_or_regex_match"),
 )
 
 #: Names that a module passes on from where they are defined.
@@ -174,6 +207,7 @@ MODULES = (
     f"{_SRT}arg_groups.choices",
     f"{_SRT}layers.attention.flashattention_backend",
     f"{_SRT}managers.scheduler",
+    f"{_SRT}model_loader.loader",
     f"{_SRT}speculative.dflash_utils",
     f"{_SRT}speculative.ngram_worker",
 )

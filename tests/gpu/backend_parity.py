@@ -1,8 +1,8 @@
 """The plugin's backends on a GPU, eager and in CUDA graphs, against the FP64 reference.
 
     python -m tests.gpu.backend_parity            on a machine with a GPU and SGLang's own packages: under a minute
+                                                  without FA4, which compiles at its first calls
     python -m tests.gpu.backend_parity --case tree
-    python -m tests.gpu.backend_parity --json rows.json
 
 Each row: one mode over one base. An eager pass; a captured graph replayed with two sets of lengths and then with fewer requests;
 and the same graph with `req_to_token` overwritten between its metadata and its layers. Errors are relative to the largest value
@@ -13,13 +13,12 @@ a replay is the same code again. Exits with 1 if a row fails.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from tests.gpu.environment import prepare
 
 COLUMNS = ("eager", "graph", "longer", "fewer", "rows lost")
@@ -27,15 +26,14 @@ COLUMNS = ("eager", "graph", "longer", "fewer", "rows lost")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", default="", help="run the cases whose name has this in it")
-    parser.add_argument("--json", type=Path, help="write the rows there too")
-    arguments, device = parser.parse_args(), prepare()
+    parser.add_argument("--case", action="append", help="run the cases whose name has this in it; may be given again")
+    parser.add_argument("--out", type=Path, help="result file to write")
+    args, device = parser.parse_args(), prepare()
     # SGLang decides when it is imported where it runs.
     from tests.gpu import parity
 
-    cases = [case for case in parity.cases(device) if arguments.case in case.name]
-    rows: list[dict[str, Any]] = []
-    failed, begin = 0, time.monotonic()
+    cases = [case for case in parity.cases(device) if args.case is None or any(name in case.name for name in args.case)]
+    failed, begin, rows = 0, time.monotonic(), list[dict[str, Any]]()
     print(
         f"{'case':34} {'page':>4} {'cache':6} {'kernel':20}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'us':>9}  result"
     )
@@ -55,10 +53,9 @@ def main() -> int:
         print(f"{head}{cells}{row.get('us', float('nan')):9.1f}  {text}", flush=True)
         if problem:
             print(problem, flush=True)
-        numbers = {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
-        rows.append({"case": case.name, "page_size": case.page_size, "cache": case.cache_name, **numbers, "result": text})
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"device": device, "rows": rows}, indent=2) + "\n")
+        rows.append({"case": case.name, "page_size": case.page_size, "cache": case.cache_name, **row, "result": text})
+        if args.out is not None:
+            record.write(args.out, {"command": "python -m tests.gpu.backend_parity", "device": device, "rows": rows})
     print(f"{failed} of {len(cases)} failed; {time.monotonic() - begin:.0f} s on {device}")
     return int(failed > 0)
 

@@ -22,6 +22,10 @@ CASES = (
     Case("fa3", "tree", kernel="tile", page_size=64, cache=FP8, scales=(0.5, 2.0)),
     Case("fa3", "tree", kernel="tile", sinks=True, softcap=30.0),
     Case("fa3", "tree", kernel="gather", page_size=64),
+    Case("fa3", "tree", kernel="flash", page_size=64, sinks=True),
+    Case("fa3", "tree", kernel="flash", page_size=64, cache=FP8, scales=(0.5, 2.0)),
+    Case("fa4", "tree", kernel="flash"),
+    Case("fa4", "tree", kernel="flash", softcap=30.0),
     Case("fa3", "tree", kernel="fused"),
     Case("fa3", "tree", kernel="fused", cache=FP8, page_size=64),
     Case("fa3", "tree", window=127, sinks=True, page_size=64),
@@ -171,12 +175,14 @@ def cases(device: str) -> tuple[Case, ...]:
 
 def build(engine: Engine) -> Any:
     c, runner = engine.case, engine.runner()
-    module, name = {"fa3": ("flash", "Flash"), "triton": ("triton", "Triton"), "aiter": ("aiter", "Aiter")}[c.base]
+    module, name = {"fa3": ("flash", "Flash"), "fa4": ("flash", "Flash4"), "triton": ("triton", "Triton"),
+                    "aiter": ("aiter", "Aiter")}[c.base]  # fmt: skip
     classes = import_module(f"sglang_specverify.backends.{module}")
     backend, container = (getattr(classes, f"Specverify{name}{kind}Backend") for kind in ("", "Draft"))
+    more = {"fa_impl_ver": 4} if c.base == "fa4" else {}
     if c.mode == "draft":
-        return container(runner, c.topk, c.steps)
-    return backend(runner, part="draft extend" if c.mode == "extend" else "target")
+        return container(runner, c.topk, c.steps, **more)
+    return backend(runner, part="draft extend" if c.mode == "extend" else "target", **more)
 
 
 def lengths(case: Case, count: int, most: int, seed: int) -> list[int]:

@@ -39,6 +39,11 @@ class Job:
     def name(self) -> str:
         return f"{self.number}: {self.kind}, prompt {self.prompt}"
 
+    @property
+    def rid(self) -> str:
+        """SGLang's name of the request. It aborts every request whose name begins with the one given: none may begin another."""
+        return f"job-{self.number}."
+
 
 def draw_job(source: random.Random, number: int, wanted: list[Answer]) -> Job:
     """A random request for one of the prompts, whose right answers are `wanted`."""
@@ -70,8 +75,7 @@ def send(probed: Probed, job: Job, ids: list[int]) -> list[int]:
     if job.kind in ("whole", "short", "stop token"):
         return probed.generate(ids, job.limit, **stop).tokens
     settings = {"temperature": 0, "max_new_tokens": job.limit, "ignore_eos": True}
-    rid = f"job-{job.number}"
-    payload = {"input_ids": ids, "rid": rid, "stream": True, "sampling_params": settings}
+    payload = {"input_ids": ids, "rid": job.rid, "stream": True, "sampling_params": settings}
     tokens: list[int] = []
     chunks = 0
     with requests.Session() as session:
@@ -84,7 +88,7 @@ def send(probed: Probed, job: Job, ids: list[int]) -> list[int]:
                 # Each chunk repeats the tokens before it.
                 tokens, chunks = json.loads(line[5:])["output_ids"], chunks + 1
                 if chunks == job.leave and job.kind == "aborted":
-                    probed.server.post("/abort_request", {"rid": rid}, timeout=30.0)
+                    probed.server.post("/abort_request", {"rid": job.rid}, timeout=30.0)
                 if chunks == job.leave and job.kind == "disconnected":
                     break
     return tokens

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 PRETENDER = """#!/usr/bin/env bash
 case "$1 $2" in
     "-m venv")
-        mkdir -p "${@: -1}/bin" "${@: -1}/site"
+        mkdir -p "${@: -1}/bin" "${@: -1}/site"/{pip,package/tests}
+        touch "${@: -1}/site"/{single,pip/part,package/part,package/tests/part}.py
         cp "$0" "${@: -1}/bin/python" ;;
     "-m pip")
         echo "pip $*" >> "$RECORD"
@@ -31,6 +32,8 @@ case "$1 $2" in
         esac ;;
     "-c from sglang_specverify.upstream"*)
         echo 1.2.3 ;;
+    "-c "*"import compileall"*)
+        exec "$REAL_PYTHON" "$@" ;;
     "-c import sysconfig"*)
         echo "$(cd "$(dirname "$0")/.." && pwd)/site" ;;
     "-c import sys;"*)
@@ -59,6 +62,7 @@ def start(clone: Path, *arguments: str, **environment: str) -> subprocess.Popen[
     known = {"HOME": str(clone.parent), "PATH": os.environ["PATH"], "TMPDIR": str(clone.parent / "tmp")}
     own = {
         "SPECVERIFY_PYTHON": str(clone.parent / "python"),
+        "REAL_PYTHON": sys.executable,
         "RECORD": str(clone.parent / "record"),
         "SPECVERIFY_SETUP_NEEDS_MB": "1",
         "CUDA_VISIBLE_DEVICES": "",  # the CPU set, also where a GPU is
@@ -102,6 +106,15 @@ def test_makes_the_environment_once(clone: Path) -> None:
     assert setup(clone) == (0, "", "")
     assert installs(clone) == first
     assert not any((clone.parent / "tmp").iterdir())
+
+
+def test_what_servers_import_is_compiled(clone: Path) -> None:
+    """Also where the environment forbids Python to keep what it compiles, and whatever folder the clone lies in."""
+    there = clone.rename(clone.parent / "tests")
+    assert setup(there, PYTHONDONTWRITEBYTECODE="1")[0] == 0
+    site = there / ".venv/site"
+    kept = {str(path.parent.parent.relative_to(site) / path.name.split(".")[0]) for path in site.rglob("*.pyc")}
+    assert kept == {"single", "package/part"}
 
 
 def test_dev_adds_to_what_is_there(clone: Path) -> None:

@@ -12,6 +12,7 @@ from sglang_specverify.hardware import NO_GPU, Hardware, from_name
 from sglang_specverify.routing import CallFacts, Decision, LayerFacts, LayerKind, Mode, ServerFacts, decide, require
 from sglang_specverify.routing.tree import (
     FEW_ROWS,
+    MAX_LISTED,
     SHORT_CONTEXT,
     SPECIALIZED_CONTEXT,
     TreeFacts,
@@ -224,11 +225,35 @@ def test_the_gathered_suffix() -> None:
         (replace(TREE, base="triton"), LAYER, "triton lies underneath"),
     ):
         decision = ask(server=server, layer=layer, tree_kernel="gather")
-        assert decision.kernel in ("prefix_tile", "specialized")
+        assert decision.kernel == ("specialized" if server.base == "triton" else "prefix_flash")
         assert reason in refusal(decision, "prefix_gather")
+        assert server.base == "triton" or reason in decision.reason
     deep = replace(TREE, num_steps=63, num_draft_tokens=128)
     assert ask(server=deep, tree_kernel="gather").kernel == "prefix_gather"
     assert ask(server=replace(TREE, algorithm="NGRAM", num_draft_tokens=64), tree_kernel="gather").kernel == "prefix_gather"
+
+
+def test_the_drafts_through_flash_attention() -> None:
+    """Where a flag asks, whatever the depth and head dim; by itself only where `gather` asks and does not fit."""
+    assert ask(tree_kernel="flash").kernel == "prefix_flash"
+    for kernel in ("auto", "fused", "tile", "gather"):
+        assert "TREE_KERNEL=flash asks for it" in refusal(ask(tree_kernel=kernel), "prefix_flash")
+    assert ask(layer=replace(LAYER, head_dim=256, v_head_dim=256), tree_kernel="flash").kernel == "prefix_flash"
+    assert ask(server=replace(TREE, base="fa4"), hardware=from_name("sm_100"), tree_kernel="flash").kernel == "prefix_flash"
+    for server, reason in (
+        (replace(TREE, base="triton"), "triton lies underneath"),
+        (replace(TREE, base="fa4", kv_cache_dtype="fp8_e4m3"), "FA4's prefix pass over an FP8 cache"),
+        (replace(TREE, num_draft_tokens=MAX_LISTED + 1), "over the 256 that are listed"),
+    ):
+        assert reason in refusal(ask(server=server, tree_kernel="flash"), "prefix_flash")
+    wide = ask(server=replace(TREE, num_draft_tokens=MAX_LISTED), tree_kernel="flash")
+    assert wide.kernel == "prefix_flash"
+
+
+def test_what_is_listed_for_each_row_is_said_twice_alike() -> None:
+    from sglang_specverify.kernels.compact import MAX_DRAFTS
+
+    assert MAX_LISTED == MAX_DRAFTS
 
 
 def test_sglangs_own_switch_for_chains() -> None:

@@ -134,6 +134,8 @@ def test_a_kind_of_layer_that_nobody_knows_is_carried_as_unknown() -> None:
         ({"attn_temperature_len": 1024}, "xai_temperature_len"),
         ({"index_topk": 2048}, "sparse attention"),
         ({"compress_ratios": [4, 128]}, "sparse attention"),
+        ({"indexer_n_heads": 8}, "sparse attention"),
+        ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "sparse attention"),
         ({"alibi": True}, "alibi"),
         ({"attn_logit_softcapping": 30.0, "attn_logit_softcapping_method": "hard"}, "logit_capping_method"),
         ({"layer_types": ["sliding_attention"] * 6}, "sliding window of unknown size"),

@@ -11,7 +11,7 @@ sys.modules["torch"] = sys.modules["sglang"] = sys.modules["triton"] = None
 import sglang_specverify.hardware, sglang_specverify.upstream, sglang_specverify.flags
 import sglang_specverify.routing.model, sglang_specverify.routing.server
 import sglang_specverify.cli.describe, sglang_specverify.cli.doctor, sglang_specverify.cli.env
-import sglang_specverify.cli.explain, sglang_specverify.cli.serve
+import sglang_specverify.cli.explain, sglang_specverify.cli.serve, sglang_specverify.cli.checkpoint
 print("pure")
 """
 

@@ -72,6 +72,7 @@ def test_trees(line: str, config: Config, tree: tuple[str, int, int, int]) -> No
         ("--enable-two-batch-overlap", {"two_batch_overlap": True}),
         ("--enable-kv-cache-sharding", {"unknown": frozenset({"KV cache sharding"})}),
         ("--enable-unified-memory", {"unknown": frozenset({"unified memory pool"})}),
+        ("--enable-page-major-kv-layout", {"unknown": frozenset({"cache pool PageMajorMHATokenToKVPool"})}),
         ("--enable-pdmux", {"unknown": frozenset({"prefill-decode multiplexing"})}),
         ("--dcp-size 2", {"unknown": frozenset({"decode context parallelism"})}),
         ("--attn-cp-size 2 --tp-size 2", {"unknown": frozenset({"prefill context parallelism"})}),

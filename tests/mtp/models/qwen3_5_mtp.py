@@ -1,0 +1,1 @@
+from sglang.srt.models.qwen3_5_mtp import EntryClass as EntryClass

@@ -73,7 +73,7 @@ def run(case: Case, cache: aot.Cache) -> Outcome:
 
 def outcome_of(made: aot_auxiliary.Auxiliary, arch: str, cache: aot.Cache) -> Outcome:
     """Compile an auxiliary launch."""
-    compiled, problems = aot.check(made.launch, arch, cache, matrix=made.matrix)
+    compiled, problems = aot.check(made.launch, arch, cache, spill_bytes=made.spill_bytes, matrix=made.matrix)
     return Outcome(made.name, arch, "", dict(made.launch.options), compiled, problems)
 
 

@@ -1,4 +1,4 @@
-"""Launches beside attention itself to compile ahead of time: plan, tables, step, merge, compaction, gather suffix."""
+"""Launches beside attention itself to compile ahead of time: plans, tables, steps, merges, compactions, suffixes, quantisers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_specverify.kernels.aot_cases import CACHES, DIMS, cache_type, meta
+from sglang_specverify.kernels.aot_sparse_mla import ACCEPTED_SPILLS, sparse_mla
 from sglang_specverify.kernels.compact import CompactArguments, compact_visible_slots_launch
 from sglang_specverify.kernels.gather_suffix import SuffixArguments, gather_suffix_merge_launch
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
@@ -15,6 +16,8 @@ from sglang_specverify.kernels.merge import merge_states_launch
 from sglang_specverify.kernels.page_table import PageTableArguments, page_table_launch
 from sglang_specverify.kernels.plan import Masks, Plan, Shape, Tree, plan_launch, with_buffer
 from sglang_specverify.kernels.snapshot import snapshot_table_launch
+from sglang_specverify.kernels.sparse_mla.formats import DIM, FORMATS, ROW_LAYOUTS, Format
+from sglang_specverify.kernels.sparse_mla.quantize import MIN_AMAX, quantize_cache_launch
 from sglang_specverify.kernels.step import prepare_step_launch
 
 _BATCH, _CONTEXT = 32, 1 << 17
@@ -22,11 +25,12 @@ _BATCH, _CONTEXT = 32, 1 << 17
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """A launch with its name; `matrix` says whether it multiplies matrices."""
+    """A launch with its name; `matrix` says whether it multiplies matrices, `spill_bytes` what of a thread may be in memory."""
 
     name: str
     launch: Launch
     matrix: bool = False
+    spill_bytes: int = 0
 
 
 def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
@@ -34,6 +38,11 @@ def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
     for build in (_plans, _snapshots, _page_tables, _steps, _merges, _compactions):
         made = list(build(arch))
         yield from made[:1] if short else made
+    for number, kind in enumerate(FORMATS.values()):
+        made = list(_quantizations(arch, kind))
+        yield from made[number % 2 :: len(made)] if short else made
+    for name, launch, matrix in sparse_mla(arch, short=short):
+        yield Auxiliary(name, launch, matrix, ACCEPTED_SPILLS if matrix else 0)
     for number, dims in enumerate(DIMS):
         yield from _suffixes(
             arch, dims, (("bf16", "e4m3")[number % 2],) if short else CACHES, (True,) if short else (False, True)
@@ -158,6 +167,17 @@ def _compactions(arch: str) -> Iterator[Auxiliary]:
                 )
                 name = f"{arch} compact W{width} {'full_mask' if full else 'qlen_only'}{' page64 map' * mapped}"
                 yield Auxiliary(name, compact_visible_slots_launch(a, arch))
+
+
+def _quantizations(arch: str, kind: Format) -> Iterator[Auxiliary]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for slots in (meta(_BATCH, dtype=torch.int64), None):
+            layout = ROW_LAYOUTS[slots is None]
+            cache = meta(4096, 64 * kind.row_bytes, dtype=torch.uint8)
+            launch = quantize_cache_launch(meta(_BATCH, DIM, dtype=dtype), kind, 64, cache, slots, layout, MIN_AMAX)
+            yield Auxiliary(
+                f"{arch} quantize {kind.name} {str(dtype).removeprefix('torch.')}{' slots' * (slots is not None)}", launch
+            )
 
 
 def _suffixes(arch: str, dims: tuple[int, int], caches: tuple[str, ...], extras: tuple[bool, ...]) -> Iterator[Auxiliary]:

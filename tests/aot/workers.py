@@ -76,3 +76,27 @@ def specialised(arch: str, name: str, value: object) -> tuple[str, Any, list[Any
     source, _ = aot._source(launch, make_backend(from_arch(arch).triton))
     path = (launch.kernel.arg_names.index(name),)
     return source.signature[name], source.constants.get(path), source.attrs.get(path, [])
+
+
+def converting(arch: str, how: str) -> tuple[str, str]:
+    """Assembly of the conversion of main rows to E4M3, and ""; or "", and why the newest ptxas does not compile it."""
+    import triton
+    from triton import knobs
+    from triton.compiler import make_backend
+
+    from tests.interpreter.fp4_conversion import converting
+
+    target = from_arch(arch)
+    # Triton remembers the version of the ptxas that it met first.
+    options = {"ptx_version": 94} if how == "packed" else {}
+    launch = converting(*(meta(4096, dtype=torch.uint8) for _ in range(3)), how, **options)
+    with aot._compiler(target):
+        if how == "packed":
+            knobs.nvidia.ptxas_blackwell = str(aot._ptxas("sm_107"))
+        source, chosen = aot._source(launch, make_backend(target.triton))
+        try:
+            return triton.compile(source, target=target.triton, options=chosen.__dict__).asm[
+                "ptx" if arch[0] == "s" else "amdgcn"
+            ], ""
+        except Exception as error:
+            return "", str(error)

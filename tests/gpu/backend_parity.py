@@ -55,7 +55,9 @@ def main() -> int:
             print(problem, flush=True)
         rows.append({"case": case.name, "page_size": case.page_size, "cache": case.cache_name, **row, "result": text})
         if args.out is not None:
-            record.write(args.out, {"command": "python -m tests.gpu.backend_parity", "device": device, "rows": rows})
+            left = [other.name for other in cases[len(rows) :]]
+            results = {"command": "python -m tests.gpu.backend_parity", "device": device, "rows": rows, "not run": left}
+            record.write(args.out, results)
     print(f"{failed} of {len(cases)} failed; {time.monotonic() - begin:.0f} s on {device}")
     return int(failed > 0)
 

@@ -46,8 +46,8 @@ class Tensor:
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        return Tensor(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+        return Tensor(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def reshape(self, shape: list[int]) -> Tensor:
         return Tensor(self.data.reshape(shape))

@@ -66,10 +66,16 @@ FLAGS = (
     Flag(
         f"{PREFIX}CHAIN_KERNEL",
         "auto",
-        "Chains, the steps of their drafts and draft extend over fa3 and fa4: left to FlashAttention (auto), or served in one "
-        "kernel (fused).",
+        "Chains, the steps of their drafts and draft extend over fa3, fa4 and aiter: left to FlashAttention and aiter "
+        "(auto), or served in one kernel (fused).",
         ("auto", "fused"),
     ),
+    Flag(
+        f"{PREFIX}AITER_VERIFY",
+        "1",
+        "Correct what SGLang hands to aiter's kernels for verify of chains and draft extend; 0 leaves both as SGLang has them.",
+    ),
+    Flag(f"{PREFIX}GFX942", "0", "Serve chains and draft extend on gfx942 too, as on gfx95x; 0 leaves them to the base there."),
     Flag(
         f"{PREFIX}MTP",
         "1",
@@ -104,6 +110,8 @@ class Flags:
     draft_decode: bool = True
     tree_kernel: str = "auto"
     chain_kernel: str = "auto"
+    aiter_verify: bool = True
+    gfx942: bool = False
     mtp: bool = True
 
 

@@ -135,9 +135,13 @@ NAMES: tuple[str, ...] = (
     ),
     *_in(
         "layers.attention.aiter_backend",
-        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS)),
-        *_methods("AiterMultiStepDraftBackend", (*_STEPS, *_STEP_GRAPHS)),
+        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS, "_apply_cuda_graph_metadata")),
+        # Its page tables and the writes of its cache, which `backends/aiter_corrected.py` corrects.
+        *_methods("AiterAttnBackend", ("_build_unified_page_table_from_spec", "_build_verify_unified_metadata")),
+        *_methods("AiterAttnBackend", ("_resolve_swa_kv_pool", "_use_fused_fp8_kv_write", "get_cuda_graph_seq_len_fill_value")),
+        *_methods("AiterMultiStepDraftBackend", (*_STEPS, *_STEP_GRAPHS, "common_template")),
     ),
+    "sglang.kernels.ops.attention.extend_attention:extend_attention_fwd",
     # What a batch, a layer and a cache pool look like.
     *_in("layers.attention.verify_mask", "VerifyMask", "maybe_create_verify_mask"),
     "sglang.kernels.ops.attention.flash_attention:flash_attn_with_kvcache",
@@ -157,7 +161,7 @@ NAMES: tuple[str, ...] = (
     ),
     *_in("model_executor.model_runner", "ModelRunner._get_attention_backend"),
     *_in("model_executor.cuda_graph_config", "cuda_graph_fully_disabled"),
-    *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer", "__init__"))),
     *_in(
         "mem_cache.memory_pool",
         *_methods("HybridLinearKVPool", ("__init__", "set_kv_buffer", "get_key_buffer", "get_value_buffer", "get_kv_buffer")),
@@ -170,7 +174,10 @@ NAMES: tuple[str, ...] = (
         *_methods("HybridLinearAttnBackend", (*_BACKEND, "forward", "verify_mask", *_STEP_GRAPHS)),
         "HybridLinearAttnBackend.update_verify_buffers_to_fill_after_draft",
     ),
-    *_in("mem_cache.swa_memory_pool", *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in(
+        "mem_cache.swa_memory_pool",
+        *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer", "translate_loc_from_full_to_swa")),
+    ),
     *_in("environ", "envs", "Envs.SGLANG_RAGGED_VERIFY_MODE"),
     # The producers of drafts and masks.
     *_in("speculative.spec_info", "SpecInputType", "SpecInput"),

@@ -4,6 +4,8 @@ Faults of SGLang 0.5.22 and 0.5.23, each corrected where it says; when SGLang me
 
 - A draft step passes the prefix's length, so its query misses the tokens drafted before it, and itself: `_as_aiter_reads`.
 - Tables, lists and paged attention's partitions end at the context, and the drafts of a request near it lie behind: `_widen`.
+- A draft's graph over a window pool has room for the write slots of one step, and is given those of all: a replay of more than
+  `max_bs / steps` requests is an error: `init_cuda_graph_state`.
 - Three builders of page tables, one per caller, which write beyond a row and leave what lies before a pool: `page_table`.
 - The older verify drops the scales of an FP8 cache, the window and the sinks, and reads the full pool for window layers; where
   the pool scales K and V in place, it reads the scaled ones: `_older_verify`.
@@ -103,6 +105,10 @@ class CorrectedAiterBackend(AiterAttnBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
         self._graph_row_lens = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
+        if self.use_sliding_window_kv_pool and not self.use_mla:
+            # A draft's metadata translates the write slots of all its steps, and SGLang makes room for those of one.
+            slots = max_num_tokens * max(1, self.speculative_num_steps or 0)
+            self.cuda_graph_swa_out_cache_loc = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         rows = self._rows_of_draft(forward_batch)

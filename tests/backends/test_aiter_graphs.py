@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sglang.srt.layers.attention.aiter_backend import AiterMultiStepDraftBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_specverify.errors import ArgumentError
@@ -50,6 +51,21 @@ def test_draft_steps_of_a_chain(engine: Make, page: int) -> None:
     ]
     assert seen[0]["address"] == seen[2]["address"] != seen[1]["address"] == seen[3]["address"]
     assert all(call["width"] * page >= one.setup.context + one.setup.steps for call in seen)
+
+
+def test_draft_steps_over_a_window_pool(engine: Make) -> None:
+    """A replay of all requests that the buffers are for translates the write slots of every step, and SGLang has room for one's."""
+    setup = Setup(page_size=16, windows=(-1, 255), window_pool=True, slots=2048)
+    one = engine(setup)
+    stock = AiterMultiStepDraftBackend(one.runner(is_draft=True), setup.topk, setup.steps)
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(4\) must match the size of tensor b \(12\)"):
+        replays(one, stock, ForwardMode.DECODE, lambda: draft(one))
+    one = engine(setup)
+    container = drafter(one)
+    seen = replays(one, container, ForwardMode.DECODE, lambda: draft(one))
+    assert [call["lens"] for call in seen[::2]] == [
+        [n + step + 1 for n in lengths] for lengths in ((5, 0, 39, 0), (0, 39, 0, 0)) for step in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize("windows", [{}, {"windows": (-1, 255), "window_pool": True, "slots": 2048}], ids=["full", "window pool"])

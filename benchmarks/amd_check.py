@@ -37,6 +37,8 @@ _ROOT = Path(__file__).parents[1]
 #: The arms that exist on AMD: none of FlashAttention's and FlashInfer's, nor the kernel for SM90.
 _ARMS = ("fused", "fused_split", "triton", "upstream_splitkv")
 ARMS: tuple[Arm, ...] = (*(arm for arm in (*OURS, *STOCK) if arm.name in _ARMS), *AITER)
+#: Seconds after which parity is taken to hang; on an H200 it takes one minute.
+_LONGEST_PARITY = 1800
 #: What parity runs without a GPU, where every case takes seconds.
 _DRY_CASE = "aiter chain"
 
@@ -96,18 +98,26 @@ def _machine() -> dict[str, Any]:
 
 
 def _parity(case: str) -> dict[str, Any]:
-    """The rows of `tests.gpu.backend_parity` for the cases whose name has `case` in it, or why there are none."""
+    """The rows of `tests.gpu.backend_parity` for the cases whose name has `case` in it, those it did not come to, and why."""
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "tests.gpu.backend_parity", *(["--case", case] if case else []), "--out", str(rows)]
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-        typer.echo(done.stdout.rstrip())
+        try:
+            done = subprocess.run(
+                command, cwd=_ROOT, capture_output=True, text=True, errors="replace", check=False, timeout=_LONGEST_PARITY
+            )
+        except subprocess.TimeoutExpired:
+            ended = f"not done after {_LONGEST_PARITY} s"
+        else:
+            typer.echo(done.stdout.rstrip())
+            # It exits with 1 where a row failed, which the row says; a fault of the GPU ends it in other ways.
+            ended = f"exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}" if done.returncode else ""
         if not rows.exists():
-            return {"rows": [], "why": (done.stderr or done.stdout)[-2000:]}
+            return {"rows": [], "not_run": [], "why": ended or "it wrote no file"}
         found: dict[str, Any] = json.loads(rows.read_text())
         # Without a GPU nothing is timed, and JSON has no word for a number that is none.
         kept = [{name: value for name, value in row.items() if value == value} for row in found["rows"]]
-        return {"device": found["device"], "rows": kept}
+        return {"device": found["device"], "rows": kept, "not_run": found["not run"], "why": ended}
 
 
 #: How an arm begins to say that it is not for a point.
@@ -115,12 +125,14 @@ _DECLINES = "ArgumentError: variant"
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    """Each row of parity that is not ok, and each arm of the plugin's that is wrong, or raised."""
+    """Each row of parity that is not ok, what it did not come to, and each arm of the plugin's that is wrong, or raised."""
     parity = results["parity"]
     found = [f"parity, {row['case']}, page {row['page_size']}, {row['cache']}: {row['result']}" for row in parity["rows"]
              if row["result"] != "ok"]  # fmt: skip
     if not parity["rows"]:
-        found.append(f"parity did not run: {parity.get('why', 'no case was chosen')}")
+        found.append(f"parity did not run: {parity.get('why') or 'no case was chosen'}")
+    elif parity.get("not_run"):
+        found.append(f"parity ended before {', '.join(parity['not_run'])}: {parity['why']}")
     for row in results["points"]:
         if "why" in row:
             found.append(f"{row['name']}: {row['why']}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,25 @@ def test_the_arm_of_aiter(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
     module.unified_attention = lambda **call: unified_attention(**call | {"seqused_k": call["seqused_k"] - 1})  # type: ignore[attr-defined]
     row = measure.measure(Point("chain", 2, 4, 40, **TINY, **more), AITER, None, torch.device("cpu"))
     assert row["arms"]["aiter_unified"]["why"].startswith("wrong")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_parity_that_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+    """A fault of the GPU ends the process between two cases: the ones it did not come to are a failure, with the reason."""
+
+    def run(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        found = {"device": "cuda", "rows": [ROW], "not run": ["aiter chain", "triton tree"]}
+        Path(command[-1]).write_text(json.dumps(found))
+        if hangs:
+            raise subprocess.TimeoutExpired(command, how["timeout"])
+        return subprocess.CompletedProcess(command, -6, "", "Memory access fault by GPU node-1")
+
+    # In its place alone: what a result file says of the machine comes from processes too.
+    monkeypatch.setattr(amd_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+    outcome = CliRunner().invoke(app(), ["--dry-run", "--minutes", "0", "--out", str(tmp_path / "out.json")])
+    (failure,) = json.loads((tmp_path / "out.json").read_text())["failures"]
+    assert outcome.exit_code == 1 and failure.startswith("parity ended before aiter chain, triton tree: ")
+    assert ("not done after" if hangs else "exit code -6: Memory access fault") in failure
 
 
 def test_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

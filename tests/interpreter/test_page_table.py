@@ -113,13 +113,32 @@ def test_against_lists(
     check(a, device, -(-CONTEXT // page_size) + 3)
 
 
-def test_every_entry_lies_inside_the_pool(device: str) -> None:
-    """Also where a row is empty, where a map answers -1, and after a step of longer rows: attention reads whole tiles."""
-    a = build(2, (40, 0, 17), 16, ragged=True, window=True)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_entry_lies_inside_the_pool(device: str, page_size: int) -> None:
+    """Also where a row is empty, and where a map answers -1, which at page size 16 is page 0 by the division alone."""
+    a = build(2, (40, 0, 17), page_size, ragged=True, window=True)
     a["slot_map"][a["slots"][7]] = -1
-    for table in run(a, device, 8)[:2]:
+    for table in run(a, device, 40)[:2]:
         inside = table[1:4, 4:-4]
-        assert bool(((inside >= 0) & (inside < len(a["slot_map"]) // 16)).all())
+        assert bool(((inside >= 0) & (inside < len(a["slot_map"]) // page_size)).all())
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_sources_with_strides_of_their_own(device: str, ragged: bool) -> None:
+    """Every list as a column of a wider tensor, what lies between its entries being of nobody."""
+    a = to_device(build(9, (5, 33, 16), 1, ragged=ragged, window=True), device)
+    near = [torch.zeros(3, 40, dtype=torch.int32, device=device) for _ in range(2)]
+    far = [torch.zeros(3, 40, dtype=torch.int32, device=device) for _ in range(2)]
+    lens, wide = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
+
+    def spread(x: Any) -> Any:
+        return torch.stack([x, torch.full_like(x, 3)], dim=-1)[..., 0] if isinstance(x, torch.Tensor) else x
+
+    operation = page_table_of_ragged if ragged else page_table_of_rows
+    operation(**a, table=near[0], window_table=near[1], row_lens=lens)
+    operation(**{name: spread(x) for name, x in a.items()}, table=far[0], window_table=far[1], row_lens=wide[:, 0])
+    assert all(torch.equal(one, two) for one, two in zip(near, far, strict=True))
+    assert wide.tolist() == [[n, 0] for n in lens.tolist()] and lens.tolist() == [5, 33, 16]
 
 
 def test_a_shorter_step_leaves_pages_of_the_pool_behind_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +210,19 @@ def test_offsets_beyond_32_bits(device: str, ragged: bool) -> None:
         page_table_of_rows(**a, table=near)
         source = torch.empty(7 * stride + CONTEXT, dtype=torch.int32, device=device).as_strided((8, CONTEXT), (stride, 1))
         source.copy_(a["req_to_token"])
-        page_table_of_rows(**{**a, "req_to_token": source}, table=far)
+        page_table_of_rows(**{**a, "req_to_token": source, "req_pool_indices": a["req_pool_indices"].int()}, table=far)
     assert torch.equal(near, far) and bool(near.any())
+
+
+def test_a_slot_beyond_the_map_reads_its_last_entry(device: str) -> None:
+    """Given to the launch itself, as a GPU takes it: what lies behind the map is not read."""
+    whole = torch.full((12,), GUARD, dtype=torch.int32, device=device)
+    whole[:8] = torch.arange(8, device=device)
+    tables = [torch.zeros(1, 4, dtype=torch.int32, device=device) for _ in range(2)]
+    slots = torch.tensor([2, 9, 11], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 3], device=device)
+    page_table_launch(PageTableArguments(slots, 1, tables[0], tables[1], whole[:8], None, starts=starts), "none").run()
+    assert tables[1].tolist() == [[2, 7, 7, 0]]
 
 
 @pytest.mark.parametrize("ragged", [False, True])

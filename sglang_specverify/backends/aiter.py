@@ -29,6 +29,7 @@ class SpecverifyAiterBackend(RoutedBackend, CorrectedAiterBackend):
     base = "aiter"
     #: Set by the built-in backend.
     skip_prefill: bool
+    kv_cache_is_vectorized_5d: bool
 
     def __init__(self, model_runner: ModelRunner, *args: Any, part: str = "target", **kwargs: Any) -> None:
         if part == "target":
@@ -38,6 +39,8 @@ class SpecverifyAiterBackend(RoutedBackend, CorrectedAiterBackend):
             kwargs.setdefault("topk", get_spec().speculative_eagle_topk or 1)
         super().__init__(model_runner, *args, part=part, **kwargs)
         refuse_left_trees(self.routes)
+        if self.kv_cache_is_vectorized_5d and part != "draft decode":
+            refuse_left_verify_of_another_layout(self.routes)
 
     @contextmanager
     def _without_full_mask(self) -> Iterator[None]:
@@ -81,3 +84,18 @@ def refuse_left_trees(routes: Routes) -> None:
                 f"{mode.value} of a tree, and SGLang's aiter backend knows chains alone: {reason}",
                 "set SGLANG_SPECVERIFY_BASE=triton, or change what the reason names",
             )
+
+
+def refuse_left_verify_of_another_layout(routes: Routes) -> None:
+    """Refuse at start-up speculation over a cache of aiter's shuffled layout, where verify would be left to SGLang.
+
+    SGLang's prefill and decode know that layout, and its verify and unified draft extend view the same memory as a plain cache.
+
+    Raises:
+        SpecverifyError: as said.
+    """
+    if routes.server.algorithm is not None and (routes.leaves(Mode.TARGET_VERIFY) or routes.leaves(Mode.DRAFT_EXTEND)):
+        raise SpecverifyError(
+            "cache layout vectorized_5d, which SGLang's aiter backend does not know in verify and draft extend",
+            "unset SGLANG_AITER_KV_CACHE_LAYOUT, or switch speculation off",
+        )

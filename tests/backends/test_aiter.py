@@ -243,6 +243,20 @@ def test_another_layout_of_the_cache_is_refused(engine: Make, monkeypatch: pytes
         target(one)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", None])
+@pytest.mark.parametrize("make", [target, extender])
+def test_a_chain_over_another_layout_is_refused(engine: Make, monkeypatch: pytest.MonkeyPatch, make: Any, algorithm: Any) -> None:
+    """SGLang's verify would view it as a plain cache. Without speculation it serves, as SGLang has it."""
+    monkeypatch.delenv("SGLANG_SPECVERIFY_STRICT")
+    one = engine(Setup(algorithm=algorithm))
+    one.pool.kv_cache_layout = "vectorized_5d"
+    if algorithm is None:
+        assert make(one).kv_cache_is_vectorized_5d
+        return
+    with pytest.raises(SpecverifyError, match="cache layout vectorized_5d, which SGLang's aiter backend does not know"):
+        make(one)
+
+
 @pytest.mark.usefixtures("unified")
 def test_opt_outs_leave_sglang_as_it_is(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(Setup(page_size=16))

@@ -54,7 +54,7 @@ def test_draft_steps_of_a_chain(engine: Make, page: int) -> None:
 
 
 def test_draft_steps_over_a_window_pool(engine: Make) -> None:
-    """A replay of all requests that the buffers are for translates the write slots of every step, and SGLang has room for one's."""
+    """A replay of all requests that the buffers are for translates the write slots of every step; SGLang has room for one's."""
     setup = Setup(page_size=16, windows=(-1, 255), window_pool=True, slots=2048)
     one = engine(setup)
     stock = AiterMultiStepDraftBackend(one.runner(is_draft=True), setup.topk, setup.steps)

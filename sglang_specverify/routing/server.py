@@ -28,6 +28,8 @@ _VALUES = (
     ("--kv-cache-dtype",),
     ("--cuda-graph-backend-decode",),
     ("--dllm-algorithm",),
+    ("--dsv4-attn-backend",),
+    ("--dsv4-prefill-backend",),
     ("--config",),
 )
 _INTEGERS = (

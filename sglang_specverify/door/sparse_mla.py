@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_specverify import flags, upstream
-from sglang_specverify.backends.facts import hardware_facts
+from sglang_specverify.hardware import Hardware
 from sglang_specverify.routing.route import Decision, require
 from sglang_specverify.routing.sparse_mla import PoolRequest, SparseCall, decide_fp4_pool, decide_sparse_mla
 
@@ -100,10 +100,17 @@ def _takes(runner: Any) -> bool:
     if kind not in ("trtllm", "flashmla_mega"):
         return True
     # Its layers' rows do not matter: the backend is refused before them.
-    decision = decide_sparse_mla(hardware_facts(runner.device), SparseCall(window="v41", backend=kind), current)
+    decision = decide_sparse_mla(_hardware(runner.device), SparseCall(window="v41", backend=kind), current)
     require(decision, current)
     _say(decision)
     return False
+
+
+def _hardware(device: str) -> Hardware:
+    # Late: a process that loads the plugin must not pay for the backends.
+    from sglang_specverify.backends.facts import hardware_facts
+
+    return hardware_facts(device)
 
 
 def _attention_kind() -> str:
@@ -127,7 +134,7 @@ def decide_pool() -> Decision:
         q8_prefill=_q8_prefill(),
         seam=upstream.has_dsv4_seam(upstream.installed_version()),
     )
-    decision = decide_fp4_pool(hardware_facts("cuda"), request, current)
+    decision = decide_fp4_pool(_hardware("cuda"), request, current)
     require(decision, current)
     _say(decision)
     return decision

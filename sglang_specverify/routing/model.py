@@ -163,7 +163,7 @@ class _Reader:
         if self.text.get("num_nextn_predict_layers") or self.text.get("mtp_num_hidden_layers"):
             yield "with NEXTN the checkpoint's own MTP layer is the draft"
         if str(self.top.get("model_type", "")).startswith("deepseek_v4"):
-            yield "SGLang serves this model with its dsv4 backend: leave --attention-backend out, SGLANG_SPECVERIFY_SPARSE_MLA asks"
+            yield "SGLang serves this model with its dsv4 backend whatever the line names: SGLANG_SPECVERIFY_SPARSE_MLA=1 asks"
         elif self._is_sparse():
             yield "SGLang picks a sparse backend of its own for this model, and the plugin has no subclass of it"
 

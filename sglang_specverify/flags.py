@@ -173,14 +173,13 @@ def setting(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     return None if value is None else value.strip().lower()
 
 
-def asked(attribute: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment sets a boolean flag to anything but off.
+def asked(attribute: str, environ: Mapping[str, str] | None = None, *, malformed: bool = True) -> bool:
+    """Whether the environment switches a boolean flag on, that is off by default; `malformed` is what no boolean counts as.
 
-    A value that is no boolean counts: who asks this only prepares, and `read` says what is wrong with it later, where SGLang
-    does not swallow the error.
+    For who prepares what a flag asks for where SGLang swallows errors: `read` says later what is wrong with a value.
     """
     value = (os.environ if environ is None else environ).get(f"{PREFIX}{attribute.upper()}")
-    return value is not None and _BOOLS.get(value.strip().lower(), True)
+    return value is not None and _BOOLS.get(value.strip().lower(), malformed)
 
 
 def read(environ: Mapping[str, str] | None = None) -> Flags:

@@ -2,7 +2,7 @@
 
 All of these pass through one attribute, `_flash_mla_with_kvcache`, with the same arguments, so that it alone is replaced.
 A call that the route leaves goes to what was there before, logged once with its reason, or is an error in strict mode or where
-nothing of SGLang's reads the pool. Sparse prefill of many rows does not come this way: SGLang converts rows for it.
+nothing of SGLang's reads the pool. Sparse prefill, SGLang's default, does not come this way: SGLang converts rows for it.
 """
 
 from __future__ import annotations

@@ -44,11 +44,12 @@ def read_call(arguments: Mapping[str, Any]) -> SparseCall:
     q, cache, extra = given.get("q"), given.get("k_cache"), given.get("extra_k_cache")
     if (extra is None) != (given.get("extra_indices_in_kvcache") is None):
         unknown.add("one of extra_k_cache and extra_indices_in_kvcache alone")
+    window = "none" if cache is None else _encoding(cache)
     if q is None or cache is None or q.dim() != 4:
-        return SparseCall(window="none", unknown=frozenset(unknown | {"q of other than four dimensions"}))
+        return SparseCall(window, unknown=frozenset(unknown | {"q of other than four dimensions"}))
     unknown |= _odd_tensors(given, q)
     return SparseCall(
-        window=_encoding(cache),
+        window=window,
         extra=None if extra is None else _encoding(extra),
         heads=q.shape[2],
         queries=q.shape[1],

@@ -116,7 +116,7 @@ def explain(
     # Such a model's attention never reaches a backend that the line names.
     rows = () if sparse else tuple(_rows(line, asked, hardware, server, flags, target, draft))
     notes = (*_line_notes(line, server), *target.notes, *draft_note)
-    refused = _refused(rows, flags) or _sparse_refused(sparse, flags)
+    refused = sparse.refused if sparse else _refused(rows, flags)
     return Explanation(target, hardware, server, base, rows, notes, refused, sparse)
 
 
@@ -203,15 +203,6 @@ def _refused(rows: tuple[Row, ...], flags: Flags) -> str:
             require(row.decision, flags)
         except SpecverifyError as error:
             return f"{row.mode.value}, {row.layers.facts.kind.value}: {error.what}"
-    return ""
-
-
-def _sparse_refused(sparse: SparseExplanation | None, flags: Flags) -> str:
-    for decision in () if sparse is None else sparse.decisions:
-        try:
-            require(decision, flags)
-        except SpecverifyError as error:
-            return f"sparse MLA: {error.what}"
     return ""
 
 

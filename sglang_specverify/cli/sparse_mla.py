@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_specverify import flags
+from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import Hardware
-from sglang_specverify.routing.route import Decision
+from sglang_specverify.routing.route import Decision, require
 from sglang_specverify.routing.server import ServerLine
-from sglang_specverify.routing.sparse_mla import PoolRequest, SparseCall, decide_fp4_pool, decide_sparse_mla, pool_rows
+from sglang_specverify.routing.sparse_mla import (
+    PoolRequest,
+    SparseCall,
+    decide_fp4_pool,
+    decide_sparse_mla,
+    pool_rows,
+    stock_serves,
+)
 from sglang_specverify.routing.sparse_model import SparseGroup, is_v41, sparse_groups
 
 
@@ -27,14 +35,11 @@ class SparseRow:
 
 @dataclass(frozen=True)
 class SparseExplanation:
-    """`pool` is the decision on the rows, `rows` one on each kind of layer."""
+    """`pool` is the decision on the rows, `rows` one on each kind of layer. `refused`: why a server does not start, or empty."""
 
     pool: Decision
     rows: tuple[SparseRow, ...]
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        return (self.pool, *(row.decision for row in self.rows))
+    refused: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -81,12 +86,24 @@ def explain_sparse(config: Mapping[str, Any], line: ServerLine, hardware: Hardwa
         q8_prefill=_q8_prefill(line),
     )
     pool = decide_fp4_pool(hardware, request, current)
-    rows = []
+    rows, refused = [], list[str]()
     for group in groups:
         window, extra = pool_rows(hardware, request, pool, group.ratio)
         call = SparseCall(window, extra, heads=group.heads, backend=request.backend)
-        rows.append(SparseRow(group, window, extra, decide_sparse_mla(hardware, call, current)))
-    return SparseExplanation(pool, tuple(rows))
+        decision = decide_sparse_mla(hardware, call, current)
+        rows.append(SparseRow(group, window, extra, decision))
+        if not decision.served and not stock_serves(hardware, call):
+            refused.append(decision.reason)
+    refused += [text for decision in (pool, *(row.decision for row in rows)) if (text := _strictly(decision, current))]
+    return SparseExplanation(pool, tuple(rows), f"sparse MLA: {refused[0]}" if refused else "")
+
+
+def _strictly(decision: Decision, current: Flags) -> str:
+    try:
+        require(decision, current)
+    except SpecverifyError as error:
+        return error.what
+    return ""
 
 
 def _backend(config: Mapping[str, Any], line: ServerLine, hardware: Hardware, layout: str | None) -> str:

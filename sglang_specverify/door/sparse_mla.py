@@ -35,7 +35,7 @@ def install(patch: Patch) -> None:
     `deepseek_v4_memory_pool.select_dsv4_kv_layout`, `kv_cache_configurator.select_dsv4_kv_layout` and
     `dequant_k_cache.get_jit_cuda_arch`.
     """
-    if flags.asked("disable"):
+    if flags.asked("disable", malformed=False):
         return
     if flags.asked("sparse_mla"):
         from sglang.srt.layers.attention import deepseek_v4_trtllm_backend as factories

@@ -26,6 +26,7 @@ HEAD_DIM = 512
 MAX_ROWS = 65535
 #: NVIDIA architectures that have the kernel's exact contract.
 ARCHS = ("sm_90", "sm_100", "sm_103", "sm_107")
+_V41 = ("v41", "v41_fp4")
 #: Where SGLang's FlashMLA reads the rows of V4.1.
 _STOCK_V41 = ("sm100", "sm103", "sm107")
 
@@ -83,8 +84,12 @@ def decide_sparse_mla(hardware: Hardware, call: SparseCall, flags: Flags) -> Dec
 
 
 def stock_serves(hardware: Hardware, call: SparseCall) -> bool:
-    """Whether SGLang could take the call: its FlashMLA reads the rows of V4.1 on SM100 and its successors alone."""
-    return call.window == "v4" or call.backend != "flashmla" or hardware.family in _STOCK_V41
+    """Whether the call may be left to SGLang.
+
+    Its FlashMLA reads the rows of V4.1 on SM100 and its successors alone; on SM90 it would take rows of 528 bytes for those of
+    another model. What is no row of V4.1 it refuses by itself.
+    """
+    return call.window not in _V41 or call.backend != "flashmla" or hardware.family in _STOCK_V41
 
 
 def decide_fp4_pool(hardware: Hardware, request: PoolRequest, flags: Flags) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,16 @@ def test_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "20 × ratio 1, rows v41 + v41_fp4: sparse_mla:" in outcome.out
     assert "2 × window alone, rows v41: sparse_mla:" in outcome.out
     assert "would not start" not in outcome.out
+
+
+def test_layers_that_nothing_would_serve(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pool of V4.1's rows for a model of V4, whose selected rows have 528 bytes there."""
+    config = {**json.loads(Path(V41).read_text()), "model_type": "deepseek_v4", "compress_ratios": [0, 4], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in FLAGS:
+        monkeypatch.setenv(f"SGLANG_SPECVERIFY_{name}", "1")
+    outcome = run("explain", "--model", str(tmp_path), "--hardware", "H200", "--json")
+    assert json.loads(outcome.out)["refused"].startswith("sparse MLA: rows of 528 bytes (v41) among the selected")
 
 
 def test_what_would_not_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

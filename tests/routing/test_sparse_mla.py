@@ -97,6 +97,8 @@ def test_who_else_reads_the_rows() -> None:
     """On Hopper SGLang's FlashMLA reads those of V4 alone, so that those of V4.1 must not be left to it."""
     assert not stock_serves(from_name("H200"), CALL)
     assert "no kernel of SGLang's serves this" in ask(replace(CALL, heads=24)).reason
+    assert not stock_serves(from_name("H200"), replace(CALL, unknown=frozenset({"causal"})))
+    assert stock_serves(from_name("H200"), SparseCall("600 bytes"))
     assert stock_serves(from_name("H200"), SparseCall("v4", "v4")) and stock_serves(from_name("B200"), CALL)
     assert "SGLang's own kernel serves" in ask(replace(CALL, heads=24), "B200").reason
 
@@ -174,7 +176,7 @@ def test_what_the_environment_asks_for() -> None:
         False,
         True,
     ]
-    assert not flags.asked("sparse_mla", {})
+    assert not flags.asked("sparse_mla", {}) and not flags.asked("sparse_mla", {name: "ja"}, malformed=False)
     assert flags.read({name: "1"}).sparse_mla and not flags.read({}).sparse_mla and not flags.read({}).fp4_pool
     assert flags.setting("SGLANG_DSV4_KV_LAYOUT", {"SGLANG_DSV4_KV_LAYOUT": " V41 "}) == "v41"
     assert flags.setting("SGLANG_DSV4_KV_LAYOUT", {}) is None

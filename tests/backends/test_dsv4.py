@@ -95,8 +95,7 @@ def keys_of(lists: dict[str, torch.Tensor], window: torch.Tensor, extra: torch.T
     [
         (0, "v41", ForwardMode.DECODE),
         (1, "v41", ForwardMode.TARGET_VERIFY),
-        (2, "v41", ForwardMode.DRAFT_EXTEND_V2),
-        (2, "v41_new", ForwardMode.DECODE),
+        (2, "v41_new", ForwardMode.DRAFT_EXTEND_V2),
     ],
 )
 def test_the_forward_pass(layer: int, layout: str, mode: ForwardMode, kernels: list[dict[str, Any]]) -> None:

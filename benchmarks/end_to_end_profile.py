@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import tempfile
 import time
 from collections import Counter
@@ -33,21 +34,29 @@ from benchmarks.engines import OURS, Engine
 from sglang_specverify.demo import processes
 from sglang_specverify.errors import SpecverifyError
 
-#: A kernel belongs to the first group that has a part of its name.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": ("flash", "fused", "specialized", "fwd_kernel", "attention", "merge_state", "tree_suffix", "draft_decode"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "matmul"),
-    "sampling, top k": ("softmax", "topk", "top_k", "sort", "argmax", "reduce", "cumsum", "scan"),
-    "copies": ("memcpy", "memset", "copy", "cat", "gather", "index", "scatter"),
+#: A kernel belongs to the first group of which a pattern is found in its name.
+GROUPS: dict[str, str] = {
+    "attention": r"flash::|verify_attention|specialized_kernel|tree_suffix|draft_decode|merge_attn|merge_states|"
+    r"_fwd_kernel|_extend_attention|BatchPrefill|prepare_step",
+    "matrix products": r"gemm|nvjet|xmma|cublas|matmul",
+    "sampling, top k": r"(?i)softmax|topk|sort|argmax|scan|sample",
+    "copies": r"(?i)memcpy|memset|copy|gather|index|scatter|CatArray",
 }
-#: Kernels of each arm that a result file names.
-MOST_KERNELS = 60
+#: Kernels of each arm that a table names.
+MOST_KERNELS = 40
 
 
 def group_of(name: str) -> str:
     """The group of a kernel by its name; "other" for what none takes."""
-    low = name.lower()
-    return next((group for group, parts in GROUPS.items() if any(part in low for part in parts)), "other")
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), "other")
+
+
+def groups(kernels: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of each group, the longest first."""
+    found = Counter[str]()
+    for kernel in kernels:
+        found[group_of(kernel["name"])] += kernel["ms"]
+    return dict(found.most_common())
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
@@ -72,9 +81,6 @@ def summarize(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]
     for event in found:
         time_of[event["name"]] += event["dur"]
         count_of[event["name"]] += 1
-    groups = Counter[str]()
-    for name, spent in time_of.items():
-        groups[group_of(name)] += spent
     begin = min(event["ts"] for event in found)
     end = max(event["ts"] + event["dur"] for event in found)
     each = 1e-3 / steps
@@ -82,10 +88,8 @@ def summarize(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]
         "steps": steps,
         "span_ms": (end - begin) * each,
         "busy_ms": busy((event["ts"], event["dur"]) for event in found) * each,
-        "groups_ms": {name: spent * each for name, spent in groups.most_common()},
         "kernels": [
-            {"name": name, "ms": spent * each, "launches": count_of[name] / steps, "group": group_of(name)}
-            for name, spent in time_of.most_common(MOST_KERNELS)
+            {"name": name, "ms": spent * each, "launches": count_of[name] / steps} for name, spent in time_of.most_common()
         ],
     }
 
@@ -127,13 +131,16 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     shown = Table("of a step, ms", *arms)
     for name in ("ms_a_step_unprofiled", "span_ms", "busy_ms"):
         shown.add_row(name, *(f"{results[arm][name]:.2f}" for arm in arms))
-    for group in dict.fromkeys(name for arm in arms for name in results[arm]["groups_ms"]):
-        shown.add_row(f"= {group}", *(f"{results[arm]['groups_ms'].get(group, 0.0):.2f}" for arm in arms))
+    shares = {arm: groups(results[arm]["kernels"]) for arm in arms}
+    for group in dict.fromkeys(name for arm in arms for name in shares[arm]):
+        shown.add_row(f"= {group}", *(f"{shares[arm].get(group, 0.0):.2f}" for arm in arms))
     rows: dict[str, dict[str, str]] = {}
+    largest = Counter[str]()
     for arm in arms:
         for kernel in results[arm]["kernels"]:
+            largest[kernel["name"]] = max(largest[kernel["name"]], kernel["ms"])
             rows.setdefault(kernel["name"], {})[arm] = f"{kernel['ms']:.2f} ({kernel['launches']:.1f}×)"
-    for name, cells in list(rows.items())[:MOST_KERNELS]:
+    for name, cells in sorted(rows.items(), key=lambda row: -largest[row[0]])[:MOST_KERNELS]:
         shown.add_row(name[:70], *(cells.get(arm, "") for arm in arms))
     return shown
 

@@ -66,15 +66,33 @@ FLAGS = (
     Flag(
         f"{PREFIX}CHAIN_KERNEL",
         "auto",
-        "Chains, the steps of their drafts and draft extend over fa3 and fa4: left to FlashAttention (auto), or served in one "
-        "kernel (fused).",
+        "Chains, the steps of their drafts and draft extend over fa3, fa4 and aiter: left to FlashAttention and aiter "
+        "(auto), or served in one kernel (fused).",
         ("auto", "fused"),
     ),
+    Flag(
+        f"{PREFIX}AITER_VERIFY",
+        "1",
+        "Correct what SGLang hands to aiter's kernels for verify of chains and draft extend; 0 leaves both as SGLang has them.",
+    ),
+    Flag(f"{PREFIX}GFX942", "0", "Serve chains and draft extend on gfx942 too, as on gfx95x; 0 leaves them to the base there."),
     Flag(
         f"{PREFIX}MTP",
         "1",
         "Load the MTP part of a Qwen3.5 checkpoint of Quark's in the types that its files have; 0 leaves it to SGLang, which "
         "goes by the exclude list.",
+    ),
+    Flag(
+        f"{PREFIX}SPARSE_MLA",
+        "0",
+        "Serve sparse MLA of DeepSeek-V4.1 in SGLang's dsv4 backend, where the pool holds its E4M3 and FP4 rows; needs no "
+        "--attention-backend.",
+    ),
+    Flag(
+        f"{PREFIX}FP4_POOL",
+        "0",
+        "On Hopper, where SGLang would make 584-byte rows, give DeepSeek-V4.1 its E4M3 and FP4 rows; needs SPARSE_MLA=1, since "
+        "nothing else reads them there.",
     ),
 )
 
@@ -88,6 +106,19 @@ UPSTREAM_SWITCHES = (
     Flag("SGLANG_USE_AITER_UNIFIED_ATTN", "0", "SGLang's unified attention in its aiter backend."),
     Flag("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "0", "SGLang prepares verify on a second stream; not for trees over fa3 or fa4."),
     Flag("SGLANG_AITER_UNIFIED_VERIFY", "1", "Target verify through aiter's unified attention, where that is on."),
+    Flag(
+        "SGLANG_DSV4_KV_LAYOUT",
+        "v4",
+        "Rows of the DeepSeek-V4 family's window cache: 584 bytes (v4), or those of V4.1, which SGLang makes on SM100 and SM103.",
+        ("v4", "v41", "v41_new", "auto"),
+    ),
+    Flag(
+        "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
+        "auto",
+        "Selected rows beside a window of V4.1; auto means FP4 where the model's own latents are FP4.",
+        ("auto", "fp8", "fp4"),
+    ),
+    Flag("SGLANG_DSV4_Q8KV8_PREFILL", "0", "SGLang's FP8 sparse prefill on Hopper, which reads 584-byte rows alone."),
 )
 
 
@@ -104,7 +135,11 @@ class Flags:
     draft_decode: bool = True
     tree_kernel: str = "auto"
     chain_kernel: str = "auto"
+    aiter_verify: bool = True
+    gfx942: bool = False
     mtp: bool = True
+    sparse_mla: bool = False
+    fp4_pool: bool = False
 
 
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
@@ -130,6 +165,21 @@ def switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
     flag = next(flag for flag in UPSTREAM_SWITCHES if flag.name == name)
     value = (os.environ if environ is None else environ).get(name, flag.default)
     return _BOOLS.get(value.strip().lower(), False)
+
+
+def setting(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """The value of one of SGLang's own variables that is no switch, in lower case; None where it is not set."""
+    value = (os.environ if environ is None else environ).get(name)
+    return None if value is None else value.strip().lower()
+
+
+def asked(attribute: str, environ: Mapping[str, str] | None = None, *, malformed: bool = True) -> bool:
+    """Whether the environment switches a boolean flag on, that is off by default; `malformed` is what no boolean counts as.
+
+    For who prepares what a flag asks for where SGLang swallows errors: `read` says later what is wrong with a value.
+    """
+    value = (os.environ if environ is None else environ).get(f"{PREFIX}{attribute.upper()}")
+    return value is not None and _BOOLS.get(value.strip().lower(), malformed)
 
 
 def read(environ: Mapping[str, str] | None = None) -> Flags:

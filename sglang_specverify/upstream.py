@@ -9,6 +9,8 @@ from sglang_specverify.errors import SpecverifyError
 #: Releases whose every method the plugin relies on was compared; nothing else is assumed to fit.
 SUPPORTED = ("0.5.22", "0.5.23")
 RANGE = " and ".join(SUPPORTED)
+#: Those whose dsv4 backend imports FlashMLA's function at each call, where a later one keeps it as an attribute.
+_WITHOUT_DSV4_SEAM = ("0.5.22",)
 
 
 def installed_version() -> str | None:
@@ -17,6 +19,11 @@ def installed_version() -> str | None:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def has_dsv4_seam(version: str | None) -> bool:
+    """Whether the dsv4 backend of this SGLang calls FlashMLA through an attribute that a subclass can replace."""
+    return version is not None and version.partition("+")[0] not in _WITHOUT_DSV4_SEAM
 
 
 def check_version(version: str | None) -> None:

@@ -142,8 +142,9 @@ class DeviceSteps:
             mask=mask,
             positions=batch.positions[: bs * queries] if mask is not None else None,
             topk=self.topk if drafting else 1,
-            scales_fp8_only=self.server.base in FLASH,
-            plans=Plans(self.server.deterministic, self._q_type()),
+            # SGLang's aiter backend scales an FP8 cache alone too.
+            scales_fp8_only=self.server.base in (*FLASH, "aiter"),
+            plans=Plans(self.server.deterministic, self._q_type(), saturates=self.server.base == "aiter"),
             flash_offsets=self._counted(bs) * queries if prefix_pass else None,
             own_offsets=self._counted(bs * queries) if any(one.kernel == "prefix_flash" for one in served) else None,
         )
@@ -161,7 +162,8 @@ class DeviceSteps:
         return torch.arange(sequences + 1, dtype=torch.int32, device=self.device)
 
     def _q_type(self) -> torch.dtype | None:
-        return self.cache_dtype if self.server.base in FLASH and self.cache_dtype in FP8 else None
+        quantizes = self.server.base in FLASH or (self.server.base == "aiter" and self.server.unified)
+        return self.cache_dtype if quantizes and self.cache_dtype in FP8 else None
 
     def _queries(self, batch: ForwardBatch, mode: Mode) -> int:
         """The most rows of a request: the drafts of a verify, the window of a draft extend."""

@@ -85,6 +85,7 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
     from sglang.srt.runtime_context import get_exec, get_spec
 
     spec = get_spec()
+    unified = base == "aiter" and not uses_mla(runner) and _aiter_unified(runner)
     return ServerFacts(
         base=base,
         algorithm=spec.speculative_algorithm,
@@ -98,9 +99,19 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
         deterministic=bool(get_exec().deterministic.enable_deterministic_inference),
         context=int(runner.model_config.context_len or 0),
         splitkv_verify=flags.switch("SGLANG_ENABLE_SPLITKV_VERIFY"),
+        unified=unified,
+        unified_verify=unified and flags.switch("SGLANG_AITER_UNIFIED_VERIFY"),
         two_batch_overlap=bool(get_exec().overlap.enable_two_batch_overlap),
         unknown=frozenset(_unknown_states(runner, is_mla=uses_mla(runner))),
     )
+
+
+def _aiter_unified(runner: ModelRunner) -> bool:
+    """Whether SGLang's aiter backend decodes by its unified attention: where asked, and over a pool for window layers."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    pool = runner.token_to_kv_pool
+    return flags.switch("SGLANG_USE_AITER_UNIFIED_ATTN") or (isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0)
 
 
 def _cache_name(runner: ModelRunner) -> str:
@@ -147,6 +158,8 @@ def _unknown_states(runner: ModelRunner, *, is_mla: bool) -> Iterable[str]:
         # Its subclasses lay keys out in other ways, in pages or under scales of blocks.
         if type(pool) is not MHATokenToKVPool:
             yield f"cache pool {type(pool).__name__}"
+        elif pool.kv_cache_layout != "nhd":
+            yield f"cache layout {pool.kv_cache_layout}"
 
 
 def _pools_of_keys(pool: Any) -> tuple[Any, ...]:

@@ -84,6 +84,8 @@ class Plans:
     deterministic: bool
     #: The FP8 type in which the base's own decode takes Q, or None: verify and decode must see the same Q.
     q_type: torch.dtype | None = None
+    #: Whether it takes what is out of that type's range as its largest value.
+    saturates: bool = False
     by_layer: dict[Served, Plan] = field(default_factory=dict)
     workspace: torch.Tensor | None = None
     #: Each row's visible draft slots first, int32 [rows, W], and how many they are, int32 [rows], where a layer gathers them.
@@ -94,6 +96,9 @@ class Plans:
     def query(self, q: torch.Tensor, served: Served | None = None) -> torch.Tensor:
         """Q as the base's own decode represents it, in its own type, and as the layer's kernel takes it."""
         if self.q_type is not None:
+            if self.saturates:
+                most = torch.finfo(self.q_type).max
+                q = q.clamp(-most, most)
             return q.to(self.q_type).to(q.dtype)
         # No layout of SGLang's models is known for which this copies; a server must not stop for one that is not known.
         return q if served is None or served.kernel != "specialized" or is_aligned(q) else q.contiguous()

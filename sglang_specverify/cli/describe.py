@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_specverify.cli.sparse_mla import SparseExplanation, explain_sparse
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import NO_GPU, Hardware
@@ -44,7 +45,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that `specverify explain` says. `refused` is why such a server would not start, or empty."""
+    """All that `specverify explain` says. `refused` is why such a server would not start, or empty; `sparse` is for models whose
+    layers SGLang's dsv4 backend serves.
+    """
 
     model: Description
     hardware: Hardware
@@ -53,6 +56,7 @@ class Explanation:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     refused: str
+    sparse: SparseExplanation | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation as plain values for JSON."""
@@ -75,6 +79,7 @@ class Explanation:
             ],
             "notes": list(self.notes),
             "refused": self.refused,
+            **({} if self.sparse is None else {"sparse_mla": self.sparse.as_dict()}),
         }
 
 
@@ -99,16 +104,20 @@ def explain(
         raise SpecverifyError("no model was named", "add --model DIR, or --model-path DIR among the server's arguments")
     if line.values.get("--device") == "cpu":
         hardware = NO_GPU
-    target = describe(read_config(path), line.attention_ranks)
+    config = read_config(path)
+    target = describe(config, line.attention_ranks)
     asked = _asked(line)
     check_request(*asked, mode=line.mode, speculation=line.algorithm is not None)
     server = server_facts(line, target, "", hardware.has_gpu)
     base = choose_base(hardware, target.facts, server, flags, installed)
     server = dataclasses.replace(server, base=base.base, page_size=_page_size(server, base.base, hardware, target))
     draft, draft_note = _draft(line, target)
-    rows = tuple(_rows(line, asked, hardware, server, flags, target, draft))
+    sparse = explain_sparse(config, line, hardware, flags)
+    # Such a model's attention never reaches a backend that the line names.
+    rows = () if sparse else tuple(_rows(line, asked, hardware, server, flags, target, draft))
     notes = (*_line_notes(line, server), *target.notes, *draft_note)
-    return Explanation(target, hardware, server, base, rows, notes, _refused(rows, flags))
+    refused = sparse.refused if sparse else _refused(rows, flags)
+    return Explanation(target, hardware, server, base, rows, notes, refused, sparse)
 
 
 def _asked(line: ServerLine) -> tuple[str | None, str | None, str | None, str | None]:

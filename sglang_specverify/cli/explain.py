@@ -69,7 +69,10 @@ def render(explanation: Explanation, console: Console) -> None:
             Text(decision.reason),
             Text(rejected_text, style="dim"),
         )
-    console.print(table)
+    if explanation.rows:
+        console.print(table)
+    for line in () if explanation.sparse is None else explanation.sparse.lines():
+        console.print(Text(line))
     for note in explanation.notes:
         console.print(Text(f"note: {note}"))
     if explanation.refused:

@@ -232,7 +232,7 @@ def _check_late_facts(server_args: Any, bases: set[str]) -> None:
     server, model = server_facts(server_args), _model_facts(server_args)
     check_server(server)
     for base in bases:
-        refusal = refusal_of(base, _hardware(server_args), model, server, _installed())
+        refusal = refusal_of(base, _hardware(server_args), model, server, _installed(), flags.read())
         if refusal is not None:
             raise SpecverifyError(
                 f"{base} was resolved before all was known, and cannot serve this: {refusal}",

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from sglang_specverify import __version__, flags
+from sglang_specverify.door import sparse_mla
 from sglang_specverify.door.handshake import write_record
 from sglang_specverify.door.memory import keep_reserve
 from sglang_specverify.door.request import Request, wants_plugin
@@ -37,7 +38,7 @@ def install() -> None:
     `attention_registry.ATTENTION_BACKENDS`, `DraftBackendFactory._create_{fa3,fa4,triton,aiter}_{decode,prefill}_backend`,
     `Scheduler.get_init_info`, `Scheduler.get_internal_state`, `scheduler.get_exception_traceback`,
     `KVCacheConfigurator.config_from_budget`, `dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS`, and
-    `loader._initialize_model`, which `mtp.install` wraps.
+    `loader._initialize_model`, which `mtp.install` wraps. `sparse_mla.install` names those that a flag asks for.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.managers import scheduler
@@ -54,6 +55,7 @@ def install() -> None:
     _patch(scheduler, "get_exception_traceback", _without_traceback)
     _keep_dflash_mask_rule()
     mtp.install()
+    sparse_mla.install(_patch)
 
 
 def _once(stock: Callable[..., Any], wrap: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
@@ -130,15 +132,16 @@ def record() -> dict[str, Any]:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    any_part = (_built.get("target") or next(iter(_built.values())))[0]
-    return {
-        "version": __version__,
-        "base": any_part.routes.server.base,
-        "hardware": any_part.routes.hardware.display,
+    mine: dict[str, Any] = {"version": __version__}
+    if _built:
+        any_part = (_built.get("target") or next(iter(_built.values())))[0]
+        mine |= {"base": any_part.routes.server.base, "hardware": any_part.routes.hardware.display}
+    mine |= {
         "parts": {part: type(backends[0]).__name__ for part, backends in _built.items()},
         "rank": {name: getattr(parallel, name) for name in ("dp_rank", "pp_rank", "tp_rank")},
         "routes": routes(),
     }
+    return {**mine, "sparse_mla": rows} if (rows := sparse_mla.report()) else mine
 
 
 def routes() -> list[dict[str, Any]]:
@@ -153,6 +156,8 @@ def routes() -> list[dict[str, Any]]:
 def _with_record(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
     def get_init_info(self: Any) -> dict[str, Any]:
         info = stock(self)
+        if sparse_mla.report():
+            info["specverify"] = record()
         if _built:
             info["specverify"] = mine = record()
             write_record(mine)
@@ -183,7 +188,7 @@ def _publish_metric(mine: dict[str, Any]) -> None:
 def _with_routes(stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def get_internal_state(self: Any, request: Any) -> Any:
         output = stock(self, request)
-        if _built:
+        if _built or sparse_mla.report():
             output.internal_state["specverify"] = record()
         return output
 

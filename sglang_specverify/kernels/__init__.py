@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_specverify.kernels.compact import compact_visible_slots
 from sglang_specverify.kernels.gather_suffix import gather_suffix_merge, gather_suffix_merge_reference
 from sglang_specverify.kernels.merge import merge_states, merge_states_reference
+from sglang_specverify.kernels.page_table import page_table_of_ragged, page_table_of_rows
 from sglang_specverify.kernels.planning import plan_verify_attention, verify_attention_workspace_size
 from sglang_specverify.kernels.reference import draft_decode_attention_reference, verify_attention_reference
 from sglang_specverify.kernels.snapshot import snapshot_table
@@ -22,6 +23,8 @@ __all__ = [
     "gather_suffix_merge_reference",
     "merge_states",
     "merge_states_reference",
+    "page_table_of_ragged",
+    "page_table_of_rows",
     "plan_verify_attention",
     "prepare_step",
     "snapshot_table",

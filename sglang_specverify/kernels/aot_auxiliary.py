@@ -1,4 +1,4 @@
-"""Launches beside attention itself to compile ahead of time: plans, steps, merges, compactions, suffixes, quantisers."""
+"""Launches beside attention itself to compile ahead of time: plans, tables, steps, merges, compactions, suffixes, quantisers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang_specverify.kernels.compact import CompactArguments, compact_visible_
 from sglang_specverify.kernels.gather_suffix import SuffixArguments, gather_suffix_merge_launch
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.merge import merge_states_launch
+from sglang_specverify.kernels.page_table import PageTableArguments, page_table_launch
 from sglang_specverify.kernels.plan import Masks, Plan, Shape, Tree, plan_launch, with_buffer
 from sglang_specverify.kernels.snapshot import snapshot_table_launch
 from sglang_specverify.kernels.sparse_mla.formats import DIM, FORMATS, ROW_LAYOUTS, Format
@@ -34,7 +35,7 @@ class Auxiliary:
 
 def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
     """Every auxiliary kernel on `arch`; with `short` one launch each, and the gather suffix once for each head dim."""
-    for build in (_plans, _snapshots, _steps, _merges, _compactions):
+    for build in (_plans, _snapshots, _page_tables, _steps, _merges, _compactions):
         made = list(build(arch))
         yield from made[:1] if short else made
     for number, kind in enumerate(FORMATS.values()):
@@ -112,6 +113,30 @@ def _snapshots(arch: str) -> Iterator[Auxiliary]:
         out = meta(_BATCH, _CONTEXT // page_size, dtype=torch.int32)
         launch = snapshot_table_launch(*tensors, page_size, slot_map, out, arch)
         yield Auxiliary(f"{arch} snapshot page{page_size}{' map' * mapped}", launch)
+
+
+def _page_tables(arch: str) -> Iterator[Auxiliary]:
+    """The shortest list has the ragged source with a window pool and lengths, which is every part of the kernel but the rows."""
+    for page_size, ragged, mapped in (
+        (16, True, True), (1, True, False), (64, True, False), (1, False, False), (16, False, True), (64, False, True),
+    ):  # fmt: skip
+        tables = [meta(_BATCH, _CONTEXT // page_size, dtype=torch.int32) for _ in range(2)]
+        rows = {
+            "row_ids": meta(_BATCH, dtype=torch.int64),
+            "lens": meta(_BATCH, dtype=torch.int64),
+            "extra": 4,
+        }
+        a = PageTableArguments(
+            source=meta(_BATCH * _CONTEXT, dtype=torch.int32) if ragged else meta(4096, _CONTEXT, dtype=torch.int32),
+            page_size=page_size,
+            table=tables[0],
+            window_table=tables[1] if mapped else None,
+            slot_map=meta(1 << 20, dtype=torch.int64) if mapped else None,
+            row_lens=meta(_BATCH, dtype=torch.int64) if ragged else None,
+            **({"starts": meta(_BATCH + 1, dtype=torch.int32)} if ragged else rows),
+        )
+        name = f"{arch} page_table page{page_size} {'ragged lengths' if ragged else 'rows'}{' map' * mapped}"
+        yield Auxiliary(name, page_table_launch(a, arch))
 
 
 def _merges(arch: str) -> Iterator[Auxiliary]:

@@ -12,6 +12,9 @@ from sglang_specverify.routing.facts import ServerFacts
 #: The name a user gives to `--attention-backend` and its siblings.
 PLUGIN = "specverify"
 
+#: The largest head dim of the plugin's Triton kernels.
+MAX_HEAD_DIM = 256
+
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
 _PLAIN_CACHES = ("auto", "bfloat16", "bf16", "float16", "half", "float32")
 
@@ -81,14 +84,14 @@ def choose_base(
         hardware: where the server runs.
         model: what is known of the model; `ModelFacts()` in the first resolution step.
         server: what is known of the server; `server.base` is not read.
-        flags: `flags.base` overrides the choice, not the refusals.
+        flags: `flags.base` overrides the choice, not the refusals; opt-outs that leave a tree to a base that cannot serve it.
         installed: of the optional kernel packages, the importable ones: "aiter".
 
     Raises:
         SpecverifyError: an override that cannot serve here, or no base that can; both name the possible ones.
     """
     check_server(server)
-    refusals = {base: refusal_of(base, hardware, model, server, installed) for base in BASES}
+    refusals = {base: refusal_of(base, hardware, model, server, installed, flags) for base in BASES}
     possible = [base for base in BASES if refusals[base] is None]
     allowed = ", ".join(possible) if possible else "none"
     if flags.base != "auto":
@@ -127,7 +130,9 @@ def _reason(chosen: str, hardware: Hardware, refusals: dict[str, str | None]) ->
     return f"preferred on {hardware.display}"
 
 
-def refusal_of(base: str, hardware: Hardware, model: ModelFacts, server: ServerFacts, installed: frozenset[str]) -> str | None:
+def refusal_of(
+    base: str, hardware: Hardware, model: ModelFacts, server: ServerFacts, installed: frozenset[str], flags: Flags
+) -> str | None:
     """Why `base` cannot serve this, or None."""
     if base not in hardware.possible_bases:
         return f"{base} does not run on {hardware.display}" if hardware.has_gpu else f"{base} needs a GPU"
@@ -148,15 +153,42 @@ def refusal_of(base: str, hardware: Hardware, model: ModelFacts, server: ServerF
         return f"SGLang's {base} raises at the first verify of a tree under SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
     if base == "fa4" and server.topk > 1 and server.page_size > 1:
         return f"SGLang refuses fa4 for topk {server.topk} (> 1) with page size {server.page_size} (> 1)"
-    if base == "aiter" and server.topk > 1:
-        # SGLang builds it with its default of topk 1, refuses nothing, and then drops the tree's mask.
-        return f"SGLang's aiter backend never learns of topk {server.topk} (> 1), and would verify a tree as a chain"
     if base == "aiter" and server.deterministic:
         return "SGLang refuses aiter with --enable-deterministic-inference"
     if base == "aiter" and server.kv_cache_dtype not in (*_PLAIN_CACHES, *_FP8):
         return f"aiter does not read a {server.kv_cache_dtype} cache"
+    if base == "aiter" and server.topk > 1 and server.page_size > 1:
+        return f"SGLang refuses aiter for topk {server.topk} (> 1) with page size {server.page_size} (> 1)"
+    if base == "aiter" and (server.topk > 1 or server.algorithm == "NGRAM"):
+        unserved = _unserved_tree(hardware, model, server, flags)
+        if unserved is not None:
+            # SGLang builds it with its default of topk 1, refuses nothing, and drops the tree's mask under unified attention.
+            return (
+                f"SGLang's aiter backend would verify a tree as a chain, and no kernel of the plugin takes this one: {unserved}"
+            )
     if server.algorithm == "FROZEN_KV_MTP" and server.topk > 1:
         return f"SGLang's frozen-KV MTP drafts with topk {server.topk} (> 1) do not run on {base}"
+    return None
+
+
+def _unserved_tree(hardware: Hardware, model: ModelFacts, server: ServerFacts, flags: Flags) -> str | None:
+    """Why a tree over aiter would not be served by the plugin, as far as resolution can tell; the backends ask again."""
+    if flags.disable:
+        return "SGLANG_SPECVERIFY_DISABLE=1"
+    if not flags.tree:
+        return "SGLANG_SPECVERIFY_TREE=0"
+    if not flags.draft_decode and server.algorithm != "NGRAM":
+        return "SGLANG_SPECVERIFY_DRAFT_DECODE=0"
+    if model.is_mla:
+        return "MLA"
+    if model.max_head_dim > MAX_HEAD_DIM:
+        return f"head dim {model.max_head_dim} (> {MAX_HEAD_DIM})"
+    if server.dtype in ("float32", "float") or server.kv_cache_dtype == "float32":
+        return "float32"
+    if hardware.family == "gfx942" and server.kv_cache_dtype in _FP8:
+        return f"a {server.kv_cache_dtype} cache on gfx942"
+    if server.plan_stream:
+        return "SGLANG_ENABLE_OVERLAP_PLAN_STREAM prepares verify before the draft has filled the tree's mask"
     return None
 
 

@@ -65,6 +65,9 @@ class ServerFacts:
     context: int = 0
     #: SGLang's own switch: whether its Triton backend may divide the prefix of a chain that it verifies.
     splitkv_verify: bool = True
+    #: Over aiter: whether SGLang decodes by its unified attention, and whether it verifies chains by it.
+    unified: bool = False
+    unified_verify: bool = False
     #: Backend states in force that no route knows, such as "decode context parallelism".
     unknown: frozenset[str] = frozenset()
     two_batch_overlap: bool = False

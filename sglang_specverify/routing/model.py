@@ -162,7 +162,9 @@ class _Reader:
             yield "the vision or audio encoder has its own attention (--mm-attention-backend): not this plugin's"
         if self.text.get("num_nextn_predict_layers") or self.text.get("mtp_num_hidden_layers"):
             yield "with NEXTN the checkpoint's own MTP layer is the draft"
-        if self._is_sparse():
+        if str(self.top.get("model_type", "")).startswith("deepseek_v4"):
+            yield "SGLang serves this model with its dsv4 backend whatever the line names: SGLANG_SPECVERIFY_SPARSE_MLA=1 asks"
+        elif self._is_sparse():
             yield "SGLang picks a sparse backend of its own for this model, and the plugin has no subclass of it"
 
     def _layer(self, label: Label, index: int) -> LayerFacts:

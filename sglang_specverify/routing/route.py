@@ -91,6 +91,8 @@ def _opt_out(case: Case) -> str | None:
         return "SGLANG_SPECVERIFY_DISABLE=1"
     if case.mode is Mode.TARGET_VERIFY and case.is_tree and not case.flags.tree:
         return "SGLANG_SPECVERIFY_TREE=0"
+    if case.mode is Mode.TARGET_VERIFY and not case.is_tree and case.server.base == "aiter" and not case.flags.aiter_verify:
+        return "SGLANG_SPECVERIFY_AITER_VERIFY=0"
     if case.mode is Mode.TARGET_VERIFY and not case.is_tree and not case.flags.chain:
         return "SGLANG_SPECVERIFY_CHAIN=0"
     if case.mode is Mode.DRAFT_EXTEND and not case.flags.chain:
@@ -105,10 +107,30 @@ def _by_design(case: Case) -> str | None:
     kernels = case.hardware.has_gpu or case.flags.kernels == "triton"
     if kernels and case.mode not in CLAIMED:
         return f"{case.mode.value} is SGLang's own on a GPU" if case.hardware.has_gpu else f"{case.mode.value} is SGLang's own"
-    if case.server.base not in FLASH or case.flags.chain_kernel == "fused":
+    verifies_chain = case.mode is Mode.TARGET_VERIFY and not case.is_tree
+    if case.hardware.family == "gfx942" and (verifies_chain or case.mode is Mode.DRAFT_EXTEND) and not case.flags.gfx942:
+        return "gfx942 keeps SGLang's kernels for chains and draft extend (SGLANG_SPECVERIFY_GFX942=1 admits the plugin's)"
+    if case.flags.chain_kernel == "fused":
+        return None
+    if case.server.base == "aiter":
+        return _aiter_keeps(case)
+    if case.server.base not in FLASH:
         return None
     if case.mode is Mode.DRAFT_EXTEND or (not case.is_tree and case.mode in CLAIMED):
         return "FlashAttention keeps chains, their drafts and draft extend (SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
+    return None
+
+
+def _aiter_keeps(case: Case) -> str | None:
+    """Why a case of chains stays with aiter's kernels, or None where it does not."""
+    server = case.server
+    if case.mode is Mode.TARGET_VERIFY and not case.is_tree and server.unified_verify:
+        return "aiter's unified attention keeps chains (SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
+    if case.mode is Mode.DRAFT_EXTEND:
+        return "aiter keeps draft extend (SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes it)"
+    # Its paged attention takes neither a window nor sinks.
+    if case.mode is Mode.DRAFT_DECODE and not case.is_tree and (server.unified or (case.layer.window < 0 and not case.has_sinks)):
+        return "aiter keeps the steps of a chain (SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
     return None
 
 

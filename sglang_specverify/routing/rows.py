@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import Hardware
+from sglang_specverify.routing.base import MAX_HEAD_DIM
 from sglang_specverify.routing.facts import CallFacts, LayerFacts, LayerKind, Mode, ServerFacts
 from sglang_specverify.routing.tree import (
     MAX_GATHERED,
@@ -36,9 +37,6 @@ _KNOWN_ALGORITHMS = frozenset({None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "
 
 _LONG_NAMES = {"half": "float16", "bf16": "bfloat16"}
 
-#: The largest head dim of the Triton kernels.
-_MAX_HEAD_DIM = 256
-
 
 @dataclass(frozen=True)
 class Case:
@@ -55,6 +53,10 @@ class Case:
     def is_tree(self) -> bool:
         """Whether the drafts are a tree: NGRAM's are at breadth 1 too, where a short match is filled up with siblings."""
         return self.server.topk > 1 or self.server.algorithm == "NGRAM"
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.layer.has_sinks or "sinks" in self.call.arguments
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def _refuse_triton(case: Case) -> str | None:
         return "without a GPU Triton kernels run in the interpreter alone: SGLANG_SPECVERIFY_KERNELS=triton asks for that"
     if machine.family == "other":
         return f"it has no launch table for {machine.display}"
-    if max(layer.head_dim, layer.v_head_dim) > _MAX_HEAD_DIM:
-        return f"head dim {max(layer.head_dim, layer.v_head_dim)} is over its {_MAX_HEAD_DIM}"
+    if max(layer.head_dim, layer.v_head_dim) > MAX_HEAD_DIM:
+        return f"head dim {max(layer.head_dim, layer.v_head_dim)} is over its {MAX_HEAD_DIM}"
     if server.dtype == "float32" and machine.has_gpu:
         return "float32 on a GPU is not tested"
     cache = _LONG_NAMES.get(server.kv_cache_dtype, server.kv_cache_dtype)
@@ -115,8 +117,6 @@ def _refuse_triton(case: Case) -> str | None:
 
 
 def _refuse_fused(case: Case) -> str | None:
-    if case.server.base == "aiter":
-        return "it is not wired to SGLang's aiter backend"
     if reason := _refuse_triton(case):
         return reason
     chain_verify = case.mode is Mode.TARGET_VERIFY and not case.is_tree

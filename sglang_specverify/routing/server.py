@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sglang_specverify import flags
 from sglang_specverify.errors import SpecverifyError
-from sglang_specverify.routing.facts import ServerFacts, algorithm_name
+from sglang_specverify.routing.facts import LayerKind, ServerFacts, algorithm_name
 from sglang_specverify.routing.model import Description
 
 #: Spellings of one option, the first of them its name here.
@@ -28,6 +28,8 @@ _VALUES = (
     ("--kv-cache-dtype",),
     ("--cuda-graph-backend-decode",),
     ("--dllm-algorithm",),
+    ("--dsv4-attn-backend",),
+    ("--dsv4-prefill-backend",),
     ("--config",),
 )
 _INTEGERS = (
@@ -155,6 +157,7 @@ def server_facts(line: ServerLine, model: Description, base: str, has_gpu: bool)
         has_gpu: CUDA graphs exist only there.
     """
     topk, steps, draft_tokens = _tree(line, model.architectures[0])
+    unified = _unified(model)
     graphs = not {"--disable-cuda-graph", "--disable-decode-cuda-graph"} & line.switches
     return ServerFacts(
         base=base,
@@ -169,9 +172,22 @@ def server_facts(line: ServerLine, model: Description, base: str, has_gpu: bool)
         deterministic="--enable-deterministic-inference" in line.switches,
         context=line.integers.get("--context-length", model.context),
         splitkv_verify=flags.switch("SGLANG_ENABLE_SPLITKV_VERIFY"),
+        unified=unified,
+        unified_verify=unified and flags.switch("SGLANG_AITER_UNIFIED_VERIFY"),
         unknown=frozenset(_states(line)) | model.states,
         two_batch_overlap="--enable-two-batch-overlap" in line.switches,
         plan_stream=flags.switch("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
+    )
+
+
+def _unified(model: Description) -> bool:
+    """Whether SGLang's aiter backend would use its unified attention: where asked, and over a pool for window layers alone.
+
+    SGLang has a list of architectures that get such a pool; here a model with window layers beside full ones counts as one.
+    """
+    kinds = {group.facts.kind for group in model.groups}
+    return not model.facts.is_mla and (
+        flags.switch("SGLANG_USE_AITER_UNIFIED_ATTN") or {LayerKind.FULL, LayerKind.WINDOW} <= kinds
     )
 
 

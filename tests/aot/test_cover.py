@@ -74,7 +74,7 @@ def test_everything_else_fits_its_target(futures: dict[str, Any], arch: str) -> 
     outcomes = futures[arch].result()
     kernels = {outcome.compiled.kernel for outcome in outcomes if outcome.compiled is not None}
     assert {"plan_kernel", "snapshot_table_kernel", "merge_states_kernel", "compact_visible_slots_kernel"} < kernels
-    assert {"gather_suffix_merge_kernel", "prepare_step_kernel"} < kernels
+    assert {"gather_suffix_merge_kernel", "prepare_step_kernel", "page_table_kernel"} < kernels
     assert {"quantize_fp4_kernel", "quantize_mxfp8_kernel", "quantize_e4m3_kernel"} < kernels
     # The decode kernels of sparse MLA where there are such, the reducer with the first.
     sparse = {"sm_90": {"hopper_kernel", "combine_kernel"}, "sm_100": {"decode_kernel"}, "gfx950": {"decode_kernel"}}

@@ -190,7 +190,8 @@ class Engine:
             get_max_num_attention_heads=lambda: s.q_heads, get_num_kv_heads=lambda *_: s.kv_heads,
             hf_config=self.hybrid or SimpleNamespace(architectures=["TestForCausalLM"], get_text_config=SimpleNamespace),
             hf_text_config=SimpleNamespace(num_attention_heads=s.q_heads), is_local_attention_model=False,
-            linear_attn_registry_result=None, requires_mm_token_modalities=False,
+            linear_attn_registry_result=None, requires_mm_token_modalities=False, dtype=s.dtype, is_multimodal=False,
+            num_attention_heads=s.q_heads,
         )  # fmt: skip
         translator = KVIndexTranslator(
             req_to_token=self.req_to_token_pool.req_to_token, token_to_kv_pool_allocator=self.allocator,

@@ -134,6 +134,7 @@ PLACES = {
     "fa3": ("SM90", f"{PLUGIN} {TREE}"),
     "fa4": ("SM103", f"{PLUGIN} {TREE}"),
     "aiter": ("gfx950", f"{PLUGIN} {CHAIN}"),
+    "aiter, tree": ("gfx950", f"{PLUGIN} {TREE}"),
     "triton": ("SM100", f"{PLUGIN} {TREE} --page-size 16"),
     "triton, no GPU": ("none", f"{PLUGIN} {TREE}"),
     "fa3, chain": ("SM90", f"{PLUGIN} {CHAIN}"),

@@ -34,10 +34,14 @@ class Line:
     none: str = "triton"
     #: Page size where SGLang's own rules leave it alone; it forces 128 for chains over fa4 on Blackwell.
     page_size: int = 1
+    #: On gfx942, where that differs from gfx950.
+    older_amd: str = ""
 
     def base(self, machine: str) -> str:
         if machine == "none":
             return self.none
+        if machine == "gfx942" and self.older_amd:
+            return self.older_amd
         return self.amd if machine.startswith("gfx") else self.hopper if machine == "SM90" else self.blackwell
 
 
@@ -47,35 +51,36 @@ LINES = {
     "no speculation": Line(PLUGIN, "qwen3", "fa3", "fa4", "aiter"),
     "chain": Line(f"{PLUGIN} {CHAIN}", "qwen3", "fa3", "fa4", "aiter"),
     "chain, pages of 16": Line(f"{PLUGIN} {CHAIN} --page-size 16", "qwen3", "fa3", "fa4", "aiter", page_size=16),
-    "tree": Line(f"{PLUGIN} {TREE}", "qwen3", "fa3", "fa4", "triton"),
+    "tree": Line(f"{PLUGIN} {TREE}", "qwen3", "fa3", "fa4", "aiter"),
     "tree, pages of 16": Line(f"{PLUGIN} {TREE} --page-size 16", "qwen3", *_TREE_ON_PAGES, page_size=16),
     "tree, pages of 64": Line(f"{PLUGIN} {TREE} --page-size 64", "qwen3", *_TREE_ON_PAGES, page_size=64),
-    "tree that SGLang chooses": Line(f"{PLUGIN} {_CHAIN_EAGLE}", "llama-128", "fa3", "fa4", "triton"),
+    "tree that SGLang chooses": Line(f"{PLUGIN} {_CHAIN_EAGLE}", "llama-128", "fa3", "fa4", "aiter"),
     "chain that SGLang chooses": Line(f"{PLUGIN} {_CHAIN_EAGLE}", "qwen3", "fa3", "fa4", "aiter"),
-    "EAGLE3": Line(f"{PLUGIN} {TREE.replace('STANDALONE', 'EAGLE3')}", "qwen3", "fa3", "fa4", "triton"),
-    "NGRAM": Line(f"{PLUGIN} {NGRAM}", "qwen3", "fa3", "fa4", "triton"),
-    "NGRAM, in lower case": Line(f"{PLUGIN} {NGRAM.replace('NGRAM', 'ngram')}", "qwen3", "fa3", "fa4", "triton"),
+    "EAGLE3": Line(f"{PLUGIN} {TREE.replace('STANDALONE', 'EAGLE3')}", "qwen3", "fa3", "fa4", "aiter"),
+    "NGRAM": Line(f"{PLUGIN} {NGRAM}", "qwen3", "fa3", "fa4", "aiter"),
+    "NGRAM, in lower case": Line(f"{PLUGIN} {NGRAM.replace('NGRAM', 'ngram')}", "qwen3", "fa3", "fa4", "aiter"),
     "tree that SGLang chooses, in lower case": Line(
-        f"{PLUGIN} {_CHAIN_EAGLE.replace('EAGLE', 'eagle')}", "llama-128", "fa3", "fa4", "triton"
+        f"{PLUGIN} {_CHAIN_EAGLE.replace('EAGLE', 'eagle')}", "llama-128", "fa3", "fa4", "aiter"
     ),
     "NGRAM, breadth 1, pages": Line(
         f"{PLUGIN} {NGRAM} --speculative-ngram-max-bfs-breadth 1 --page-size 16", "qwen3", "fa3", "fa4", "aiter", page_size=16
     ),
-    "e4m3 cache": Line(f"{PLUGIN} {TREE} --kv-cache-dtype fp8_e4m3", "qwen3", "fa3", "fa4", "triton"),
-    "e5m2 cache": Line(f"{PLUGIN} {TREE} --kv-cache-dtype fp8_e5m2", "qwen3", "triton", "triton", "triton"),
+    "e4m3 cache": Line(f"{PLUGIN} {TREE} --kv-cache-dtype fp8_e4m3", "qwen3", "fa3", "fa4", "aiter", older_amd="triton"),
+    "e5m2 cache": Line(f"{PLUGIN} {TREE} --kv-cache-dtype fp8_e5m2", "qwen3", "triton", "triton", "aiter", older_amd="triton"),
     "e5m2 cache, chain": Line(f"{PLUGIN} {CHAIN} --kv-cache-dtype fp8_e5m2", "qwen3", "triton", "triton", "aiter"),
     "e4m3 cache, chain": Line(f"{PLUGIN} {CHAIN} --kv-cache-dtype fp8_e4m3", "qwen3", "fa3", "fa4", "aiter"),
     "float32": Line(f"{PLUGIN} {TREE} --dtype float32", "qwen3", "triton", "triton", "triton"),
     "deterministic": Line(f"{PLUGIN} {CHAIN} --enable-deterministic-inference", "qwen3", "fa3", "fa4", "triton"),
-    "head dim 64": Line(f"{PLUGIN} {TREE}", "llama-64", "fa3", "fa4", "triton"),
-    "head dim 80": Line(f"{PLUGIN} {TREE}", "llama-80", "fa3", "fa4", "triton"),
-    "head dim 96": Line(f"{PLUGIN} {TREE}", "llama-96", "fa3", "fa4", "triton"),
-    "head dim 192": Line(f"{PLUGIN} {TREE}", "llama-192", "fa3", "triton", "triton"),
-    "head dim 256": Line(f"{PLUGIN} {TREE}", "llama-256", "fa3", "triton", "triton"),
+    "head dim 64": Line(f"{PLUGIN} {TREE}", "llama-64", "fa3", "fa4", "aiter"),
+    "head dim 80": Line(f"{PLUGIN} {TREE}", "llama-80", "fa3", "fa4", "aiter"),
+    "head dim 96": Line(f"{PLUGIN} {TREE}", "llama-96", "fa3", "fa4", "aiter"),
+    "head dim 192": Line(f"{PLUGIN} {TREE}", "llama-192", "fa3", "triton", "aiter"),
+    "head dim 256": Line(f"{PLUGIN} {TREE}", "llama-256", "fa3", "triton", "aiter"),
     "two head dims": Line(f"{PLUGIN} {CHAIN}", "two head dims", "fa3", "triton", "aiter"),
     "sinks": Line(f"{PLUGIN} {CHAIN}", "gpt-oss", "fa3", "fa4", "aiter"),
     "a model that SGLang bars from fa4": Line(f"{PLUGIN} {CHAIN}", "llama4", "fa3", "triton", "aiter"),
     "a model that SGLang bars from fa4 and aiter": Line(f"{PLUGIN} {CHAIN}", "exaone4", "fa3", "triton", "triton"),
+    "MLA, tree": Line(f"{PLUGIN} {TREE}", "deepseek-v3", "fa3", "fa4", "triton"),
     "MLA": Line(f"{PLUGIN} {CHAIN}", "deepseek-v3", "fa3", "fa4", "aiter"),
     "overlap of a chain's batches": Line(f"{PLUGIN} {CHAIN} --enable-two-batch-overlap", "qwen3", "fa3", "fa4", "aiter"),
 }

@@ -18,12 +18,13 @@ _STEPS = ("__init__", "init_forward_metadata")
 #: What runs around and inside a captured graph.
 _GRAPHS = ("init_cuda_graph_state", "init_forward_metadata_out_graph")
 _STEP_GRAPHS = (*_GRAPHS, "init_forward_metadata_in_graph")
+_HALVES = ("decode", "prefill")
 _FACTORY = (
     "__init__",
     "_create_backend",
     "create_decode_backend",
     "create_draft_extend_backend",
-    *(f"_create_{base}_{half}_backend" for base in ("fa3", "fa4", "triton", "aiter") for half in ("decode", "prefill")),
+    *(f"_create_{base}_{half}_backend" for base in ("fa3", "fa4", "triton", "aiter") for half in _HALVES),
 )
 
 
@@ -135,9 +136,13 @@ NAMES: tuple[str, ...] = (
     ),
     *_in(
         "layers.attention.aiter_backend",
-        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS)),
-        *_methods("AiterMultiStepDraftBackend", (*_STEPS, *_STEP_GRAPHS)),
+        *_methods("AiterAttnBackend", (*_BACKEND, *_GRAPHS, "_apply_cuda_graph_metadata")),
+        # Its page tables and the writes of its cache, which `backends/aiter_corrected.py` corrects.
+        *_methods("AiterAttnBackend", ("_build_unified_page_table_from_spec", "_build_verify_unified_metadata")),
+        *_methods("AiterAttnBackend", ("_resolve_swa_kv_pool", "_use_fused_fp8_kv_write", "get_cuda_graph_seq_len_fill_value")),
+        *_methods("AiterMultiStepDraftBackend", (*_STEPS, *_STEP_GRAPHS, "common_template")),
     ),
+    "sglang.kernels.ops.attention.extend_attention:extend_attention_fwd",
     # What a batch, a layer and a cache pool look like.
     *_in("layers.attention.verify_mask", "VerifyMask", "maybe_create_verify_mask"),
     "sglang.kernels.ops.attention.flash_attention:flash_attn_with_kvcache",
@@ -145,6 +150,27 @@ NAMES: tuple[str, ...] = (
     "sglang.kernels.ops.attention.flash_attention_v4:flash_attn_with_kvcache",
     "sglang.kernels.ops.attention.flash_attention_v4:flash_attn_varlen_func",
     *_in("mem_cache.layout.paged_view", "paged_view", "paged_kv_view"),
+    # The dsv4 backend, its factories, its pools and what reads them.
+    *_in(
+        "layers.attention.deepseek_v4_backend", *_methods("DeepseekV4AttnBackend", ("__init__", "forward", "_forward_attention"))
+    ),
+    *_in("layers.attention.deepseek_v4_backend", *_methods("DeepseekV4AttnBackend", ("_use_sparse_prefill",))),
+    *_in("layers.attention.deepseek_v4_backend", *_methods("DeepseekV4MultiStepBackend", ("__init__", "_make_step_backend"))),
+    *_in(
+        "layers.attention.deepseek_v4_trtllm_backend", "create_deepseek_v4_attn_backend", "create_deepseek_v4_multistep_backend"
+    ),
+    *_in("layers.attention.dsv4.sparse_prefill_utils", "use_dsv4_q8kv8_sparse_prefill"),
+    *_in("speculative.draft_utils", *_methods("DraftBackendFactory", tuple(f"_create_dsv4_{half}_backend" for half in _HALVES))),
+    *_in("mem_cache.deepseek_v4_memory_pool", "select_dsv4_kv_layout", "resolve_compressed_kv_layout"),
+    *_in("mem_cache.deepseek_v4_memory_pool", "DeepSeekV4SingleKVPool.create_buffer", "DeepSeekV4SingleKVPool.get_key_buffer"),
+    *_in(
+        "mem_cache.deepseek_v4_memory_pool",
+        *_methods("DeepSeekV4TokenToKVPool", ("get_swa_key_layout", "get_swa_key_buffer_radix", "compressed_kv_layout")),
+    ),
+    *_in("mem_cache.kv_cache_configurator", "select_dsv4_kv_layout"),
+    "sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout",
+    "sglang.kernels.ops.attention.dsv4.dequant_k_cache:get_jit_cuda_arch",
+    "sglang.kernels.ops.attention.dsv4.dequant_k_cache:dequantize_k_cache_paged_v41",
     # Who captures a batch, and what is in it.
     *_in("model_executor.runner.decode_cuda_graph_runner", "build_replay_fb_view", "DecodeCudaGraphRunner.capture_one_shape"),
     *_in("speculative.eagle_draft_cuda_graph_runner", "EAGLEDraftCudaGraphRunner.capture_one_shape"),
@@ -157,7 +183,7 @@ NAMES: tuple[str, ...] = (
     ),
     *_in("model_executor.model_runner", "ModelRunner._get_attention_backend"),
     *_in("model_executor.cuda_graph_config", "cuda_graph_fully_disabled"),
-    *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in("mem_cache.memory_pool", "KVWriteLoc", *_methods("MHATokenToKVPool", ("set_kv_buffer", "get_key_buffer", "__init__"))),
     *_in(
         "mem_cache.memory_pool",
         *_methods("HybridLinearKVPool", ("__init__", "set_kv_buffer", "get_key_buffer", "get_value_buffer", "get_kv_buffer")),
@@ -170,7 +196,10 @@ NAMES: tuple[str, ...] = (
         *_methods("HybridLinearAttnBackend", (*_BACKEND, "forward", "verify_mask", *_STEP_GRAPHS)),
         "HybridLinearAttnBackend.update_verify_buffers_to_fill_after_draft",
     ),
-    *_in("mem_cache.swa_memory_pool", *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer"))),
+    *_in(
+        "mem_cache.swa_memory_pool",
+        *_methods("SWAKVPool", ("set_kv_buffer", "get_key_buffer", "translate_loc_from_full_to_swa")),
+    ),
     *_in("environ", "envs", "Envs.SGLANG_RAGGED_VERIFY_MODE"),
     # The producers of drafts and masks.
     *_in("speculative.spec_info", "SpecInputType", "SpecInput"),
@@ -198,8 +227,12 @@ PASSED_ON = {f"{_SRT}utils:kill_process_tree": f"{_SRT}utils.common:kill_process
 #: Imported as a whole; what is used of them is in `NAMES`.
 MODULES = (
     f"{_SRT}arg_groups.choices",
+    "sglang.kernels.ops.attention.dsv4.dequant_k_cache",
+    f"{_SRT}layers.attention.deepseek_v4_trtllm_backend",
     f"{_SRT}layers.attention.flashattention_backend",
     f"{_SRT}managers.scheduler",
+    f"{_SRT}mem_cache.deepseek_v4_memory_pool",
+    f"{_SRT}mem_cache.kv_cache_configurator",
     f"{_SRT}model_loader.loader",
     f"{_SRT}speculative.dflash_utils",
     f"{_SRT}speculative.ngram_worker",

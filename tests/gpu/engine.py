@@ -127,7 +127,8 @@ class Engine:
             get_max_num_attention_heads=lambda: c.q_heads, get_num_kv_heads=lambda *_: c.kv_heads,
             hf_config=SimpleNamespace(architectures=["TestForCausalLM"], get_text_config=lambda: SimpleNamespace()),
             hf_text_config=SimpleNamespace(num_attention_heads=c.q_heads), is_local_attention_model=False,
-            linear_attn_registry_result=None, requires_mm_token_modalities=False,
+            linear_attn_registry_result=None, requires_mm_token_modalities=False, dtype=torch.bfloat16, is_multimodal=False,
+            num_attention_heads=c.q_heads,
         )  # fmt: skip
         translator = KVIndexTranslator(
             req_to_token=self.rows.req_to_token, token_to_kv_pool_allocator=self.allocator, token_to_kv_pool=self.pool,
@@ -162,11 +163,13 @@ def draw(engine: Engine, lens: list[int]) -> Load:
     writes = []
     table.zero_()
     for r, length in enumerate(lens):
-        own = 0 if c.mode == "draft" else c.width
+        chain = c.mode == "draft" and c.topk == 1
+        # The draft of a chain lies behind its prefix; branches have pages of their own.
+        own = c.steps if chain else 0 if c.mode == "draft" else c.width
         count = -(-(length + own) // c.page_size)
         pages = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int64)
         slots = (pages[:, None] * c.page_size + torch.arange(c.page_size)).flatten()
-        if c.mode == "draft":
+        if c.mode == "draft" and not chain:
             branches = torch.tensor([free.pop() for _ in range(c.topk * -(-c.steps // c.page_size))]).view(c.topk, -1)
             places = (branches[:, :, None] * c.page_size + torch.arange(c.page_size)).view(c.topk, -1)
             writes.append(places[:, : c.steps].flatten())

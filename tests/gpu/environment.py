@@ -22,9 +22,10 @@ def prepare() -> str:
     torch.set_num_threads(1)
     import pytest
 
-    from tests.backends import flash_stand_in
+    from tests.backends import aiter_stand_in, flash_stand_in
     from tests.interpreter import repair
 
     repair.apply()
-    flash_stand_in.install(pytest.MonkeyPatch())
+    for stand_in in (flash_stand_in, aiter_stand_in):
+        stand_in.install(pytest.MonkeyPatch())
     return "cpu"

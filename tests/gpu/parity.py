@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 
+from sglang_specverify.hardware import detect
 from sglang_specverify.kernels import draft_decode_attention_reference, verify_attention_reference
 from tests.gpu.engine import Case, Engine, Load, draw
 
@@ -36,6 +39,15 @@ CASES = (
     Case("triton", "chain", width=4, page_size=64, cache=FP8),
     Case("triton", "draft", page_size=64),
     Case("triton", "extend", width=4),
+    Case("aiter", "tree"),
+    Case("aiter", "tree", cache=FP8, scales=(0.5, 2.0)),
+    Case("aiter", "tree", window=127, sinks=True),
+    Case("aiter", "draft"),
+    Case("aiter", "chain", width=4),
+    Case("aiter", "chain", width=4, page_size=64, cache=FP8, scales=(0.5, 2.0)),
+    Case("aiter", "draft", topk=1),
+    Case("aiter", "draft", topk=1, page_size=64),
+    Case("aiter", "extend", width=4, topk=1),
 )
 
 #: 16-bit weights and outputs. FlashAttention's FP8 rounds the weights to three bits of mantissa too.
@@ -123,7 +135,8 @@ class Graph:
         for number, got in enumerate(self.out):
             layer = e.layers[number % c.layers]
             q = self.q[number][:rows].view(rows, c.q_heads, c.head_dim)
-            if c.base == "fa3" and c.cache == FP8:
+            # As the base's own decode takes Q; SGLang's aiter backend verifies chains by it as it is.
+            if c.cache == FP8 and (c.base == "fa3" or (c.base, c.mode) == ("aiter", "tree")):
                 q = q.to(FP8).to(q.dtype)
             scales = c.scales or (1.0, 1.0)
             options = {"window": c.window, "softcap": c.softcap, "sinks": None if self.sinks is None else self.sinks.float(),
@@ -148,13 +161,24 @@ def bound(case: Case, kernel: str) -> float:
     return FP8_TILE_BOUND if case.cache == FP8 and case.base == "fa3" and kernel not in ("fused", "specialized") else BOUND
 
 
-def build(engine: Engine) -> Any:
-    from sglang_specverify.backends import flash, triton
+def cases(device: str) -> tuple[Case, ...]:
+    """Those whose base runs here: FlashAttention on NVIDIA, aiter on AMD where it is installed; on a CPU stand-ins for both."""
+    if device != "cuda":
+        return CASES
+    if torch.version.hip is None:
+        return tuple(case for case in CASES if case.base != "aiter")
+    bases = {"triton"} if find_spec("aiter") is None else {"triton", "aiter"}
+    # The FP8 of gfx942 is another.
+    plain = detect().family == "gfx942"
+    return tuple(case for case in CASES if case.base in bases and not (plain and case.cache == FP8))
 
+
+def build(engine: Engine) -> Any:
     c, runner = engine.case, engine.runner()
-    backend, container = {"fa3": (flash.SpecverifyFlashBackend, flash.SpecverifyFlashDraftBackend),
-                          "fa4": (flash.SpecverifyFlash4Backend, flash.SpecverifyFlash4DraftBackend),
-                          "triton": (triton.SpecverifyTritonBackend, triton.SpecverifyTritonDraftBackend)}[c.base]  # fmt: skip
+    module, name = {"fa3": ("flash", "Flash"), "fa4": ("flash", "Flash4"), "triton": ("triton", "Triton"),
+                    "aiter": ("aiter", "Aiter")}[c.base]  # fmt: skip
+    classes = import_module(f"sglang_specverify.backends.{module}")
+    backend, container = (getattr(classes, f"Specverify{name}{kind}Backend") for kind in ("", "Draft"))
     more = {"fa_impl_ver": 4} if c.base == "fa4" else {}
     if c.mode == "draft":
         return container(runner, c.topk, c.steps, **more)
@@ -197,6 +221,8 @@ def record(graph: Graph, overwrite: bool) -> Any:
 def run(case: Case, device: str) -> dict[str, Any]:
     """One row of the table: errors by column, the kernel that was decided, microseconds of a replay."""
     os.environ["SGLANG_SPECVERIFY_TREE_KERNEL"] = case.kernel
+    # The verify of chains that the plugin leaves to aiter, and the draft steps that need their lengths corrected.
+    os.environ["SGLANG_USE_AITER_UNIFIED_ATTN"] = str(int(case.base == "aiter"))
     requests = 3 if device == "cpu" else 8
     most = case.context - 2 * case.width - 1
     engine = Engine(case, requests, device)
@@ -243,9 +269,12 @@ def eager_view(graph: Graph) -> ForwardBatch:
     """The batch as an eager runner has it; SGLang's own extend also asks for the prefix lengths."""
     batch, c = graph.batch, graph.case
     batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
     if c.mode == "extend":
         batch.extend_prefix_lens = batch.seq_lens - batch.extend_seq_lens
         batch.extend_prefix_lens_cpu = batch.extend_prefix_lens.tolist()
+        batch.spec_info.num_accept_tokens = batch.extend_seq_lens
+        batch.spec_info.num_correct_drafts = batch.extend_seq_lens - 1
     return batch
 
 

@@ -76,8 +76,13 @@ def _dims(*pairs: tuple[int, int]) -> ModelFacts:
         ("sm_90", "fa3", _dims((512, 512)), SERVER, "head dim 512"),
         ("sm_90", "fa3", replace(MODEL, architectures=("Gemma4ForCausalLM",)), SERVER, "Gemma4"),
         ("sm_90", "fa3", MODEL, replace(TREE, algorithm="FROZEN_KV_MTP"), "frozen-KV"),
-        ("gfx950", "aiter", MODEL, TREE, "never learns of topk"),
-        ("gfx950", "aiter", MODEL, replace(TREE, page_size=16), "never learns of topk"),
+        ("gfx950", "aiter", MODEL, replace(TREE, page_size=16), "SGLang refuses aiter for topk 4"),
+        ("gfx950", "aiter", _dims((512, 512)), TREE, "would verify a tree as a chain"),
+        ("gfx950", "aiter", replace(MODEL, is_mla=True), replace(TREE, algorithm="NGRAM", topk=1), "takes this one: MLA"),
+        ("gfx950", "aiter", MODEL, replace(TREE, dtype="float32"), "takes this one: float32"),
+        ("gfx950", "aiter", MODEL, replace(TREE, plan_stream=True), "before the draft has filled the tree's mask"),
+        ("gfx942", "aiter", MODEL, replace(TREE, kv_cache_dtype="fp8_e4m3"), "fp8_e4m3 cache on gfx942"),
+        ("gfx950", "aiter", MODEL, replace(TREE, algorithm="FROZEN_KV_MTP"), "frozen-KV"),
         ("gfx942", "aiter", MODEL, replace(SERVER, deterministic=True), "deterministic"),
         ("gfx950", "aiter", MODEL, replace(SERVER, kv_cache_dtype="nvfp4"), "nvfp4"),
         ("gfx950", "aiter", replace(MODEL, architectures=("Exaone4ForCausalLM",)), SERVER, "Exaone4"),
@@ -91,6 +96,18 @@ def test_triton_where_the_preferred_base_cannot(
     assert decision.base == "triton"
     assert why in decision.reason
     assert why in next(rejected.reason for rejected in decision.rejected if rejected.name == preferred)
+
+
+@pytest.mark.parametrize("opt_out", ["disable", "tree", "draft_decode"])
+def test_a_tree_that_was_opted_out_leaves_aiter(opt_out: str) -> None:
+    """SGLang's aiter backend would verify it as a chain, so it is not aiter's to serve; NGRAM has no draft steps."""
+    flags = replace(Flags(), **{opt_out: opt_out == "disable"})
+    decision = choose("gfx950", server=TREE, flags=flags)
+    assert decision.base == "triton"
+    assert f"SGLANG_SPECVERIFY_{opt_out.upper()}=" in decision.reason
+    assert choose("gfx950", server=replace(TREE, topk=1), flags=flags).base == "aiter"
+    ngram = choose("gfx950", server=replace(TREE, algorithm="NGRAM"), flags=flags)
+    assert ngram.base == ("aiter" if opt_out == "draft_decode" else "triton")
 
 
 def test_aiter_that_is_not_installed() -> None:
@@ -114,6 +131,12 @@ def test_aiter_that_is_not_installed() -> None:
         ("sm_90", MODEL, replace(SERVER, kv_cache_dtype="fp8_e4m3", deterministic=True), "fa3"),
         ("sm_90", ModelFacts(("DeepseekV3ForCausalLM",), frozenset({(576, 512)}), is_mla=True), SERVER, "fa3"),
         ("gfx950", MODEL, replace(SERVER, kv_cache_dtype="fp8_e5m2"), "aiter"),
+        ("gfx950", MODEL, TREE, "aiter"),
+        ("gfx942", MODEL, TREE, "aiter"),
+        ("gfx950", MODEL, replace(TREE, kv_cache_dtype="fp8_e4m3"), "aiter"),
+        ("gfx950", MODEL, replace(TREE, algorithm="NGRAM", topk=1, page_size=16), "aiter"),
+        ("gfx950", MODEL, replace(SERVER, algorithm="EAGLE", page_size=16, plan_stream=True), "aiter"),
+        ("gfx950", replace(MODEL, is_mla=True), replace(SERVER, algorithm="EAGLE"), "aiter"),
         ("none", _dims((256, 256)), replace(TREE, page_size=16, dtype="float32"), "triton"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import end_to_end_plan as plan
-from benchmarks import sparse_mla_tables
+from benchmarks import end_to_end_profile, sparse_mla_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -209,6 +209,17 @@ def backends(results: dict[str, Any]) -> list[str]:
     return [f"{good} of {len(rows)} rows inside their bound, on {kernels_}."]
 
 
+def profile(results: dict[str, Any]) -> list[str]:
+    """What a step's time on the device goes to, arm beside arm."""
+    arms = results["arms"]
+    shares = {arm: end_to_end_profile.groups(found["kernels"]) for arm, found in arms.items()}
+    lines = [f"| of a step, ms | {' | '.join(arms)} |", "|---|" + "---|" * len(arms)]
+    for name in dict.fromkeys(name for share in shares.values() for name in share):
+        lines.append(f"| {name} | {' | '.join(f'{share.get(name, 0.0):.1f}' for share in shares.values())} |")
+    spans = " | ".join(f"{found['span_ms']:.1f}" for found in arms.values())
+    return [*lines, f"| from the first to the last | {spans} |"]
+
+
 BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "backends": backends,
     "chains": chains,
@@ -218,6 +229,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "kernels": kernels,
     "memory": memory,
     "parity": parity,
+    "profile": profile,
     "sanitizers": sanitizers,
     "soak": soak,
     "sparse mla": sparse_mla_tables.peers,

@@ -209,7 +209,8 @@ def _partials(batch: int, buffers: Buffers, division: Division, dtype: torch.dty
     if buffers.workspace is None:
         return buffers.lse, buffers.lse
     rows = batch * division.blocks * division.splits * division.block_m
-    outputs, lses = buffers.workspace[: rows * (DIM * dtype.itemsize + 4)].split([rows * DIM * dtype.itemsize, rows * 4])
+    outputs = buffers.workspace[: rows * DIM * dtype.itemsize]
+    lses = buffers.workspace[outputs.numel() : outputs.numel() + 4 * rows]
     return outputs.view(dtype), lses.view(torch.float32)
 
 

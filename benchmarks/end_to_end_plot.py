@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.end_to_end_report import Pair, pairs
 from sglang_specverify.errors import SpecverifyError
 
@@ -35,15 +36,11 @@ def draw(results: Mapping[str, Any], out: Path, guessed: Sequence[Mapping[str, A
     Raises:
         SpecverifyError: no matplotlib here, or nothing measured.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecverifyError("matplotlib is not installed", "pip install -r requirements/dev.txt") from None
     found = pairs(results)
     if not found:
         raise SpecverifyError("the file holds no valid measurement", "see what its cells say")
-    matplotlib.use("agg")
-    from matplotlib import colors, pyplot
+    pyplot = plots.pyplot()
+    from matplotlib import colors
     from matplotlib.patches import Rectangle
 
     stocks, names, inputs, counts = panels(found, guessed)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks import plots
 from benchmarks.aims import Row
 from benchmarks.long_context_points import BATCHES, LENGTHS, WIDTH, chain
 from benchmarks.long_context_report import STOCK, ceiling, of_ceiling, tb_per_s
-from sglang_specverify.errors import SpecverifyError
 
 Value = Callable[[Row], float | None]
 
@@ -48,12 +49,8 @@ def draw(results: dict[str, Any], out: Path) -> None:
     Raises:
         SpecverifyError: no matplotlib here.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecverifyError("matplotlib is not installed", "pip install -r requirements/dev.txt") from None
-    matplotlib.use("agg")
-    from matplotlib import colors, pyplot
+    pyplot = plots.pyplot()
+    from matplotlib import colors
 
     most = ceiling(results)
     shares = plane(results, lambda row: of_ceiling(row, most))
@@ -65,29 +62,30 @@ def draw(results: dict[str, Any], out: Path) -> None:
         ("stock triton / ours", plane(results, ratio_to("triton")), "viridis", colors.LogNorm(1, 100)),
         ("upstream's split-KV / ours", plane(results, ratio_to("upstream_splitkv")), "viridis", colors.LogNorm(1, 10)),
     ]
+
+    def rate_and_share(row: int, column: int, share: float) -> str:
+        return f"{rates[row][column]:.2f}\n{share:.0%}"
+
     figure, axes = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
     for panel, (title, lines, colormap, norm) in zip(axes.flat, panels, strict=True):
-        image = panel.imshow(lines, cmap=colormap, norm=norm, aspect="auto")
-        for y, line in enumerate(lines):
-            for x, number in enumerate(line):
-                text = "" if math.isnan(number) else f"{number:.2f}"
-                if lines is shares and text:
-                    text = f"{rates[y][x]:.2f}\n{number:.0%}"
-                shade = "white" if colormap == "viridis" and norm(number) < 0.6 else "black"
-                panel.text(x, y, text, ha="center", va="center", fontsize=8, color=shade)
+        image = plots.heatmap(
+            panel, lines, [short(length) for length in LENGTHS], [str(batch) for batch in BATCHES], colormap=colormap, norm=norm,
+            text=rate_and_share if lines is shares else plots.two_places,
+            shade=partial(_shade, norm) if colormap == "viridis" else lambda value: "black",
+        )  # fmt: skip
         panel.set_title(title)
-        panel.set_xticks(range(len(LENGTHS)), [short(length) for length in LENGTHS])
-        panel.set_yticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
         panel.set_xlabel("prefix tokens")
         panel.set_ylabel("requests")
         figure.colorbar(image, ax=panel)
-    machine, versions = results.get("hardware", {}), results.get("versions", {})
-    figure.suptitle(
-        f"chain verify, W {WIDTH}, 32/8 heads of 128, bf16, one layer, K and V not in the L2 cache\n"
-        f"{machine.get('name')}, SGLang {versions.get('sglang')}, Triton {versions.get('triton')}, {results.get('date')}"
-    )
+    what = f"chain verify, W {WIDTH}, 32/8 heads of 128, bf16, one layer, K and V not in the L2 cache"
+    figure.suptitle(f"{what}\n{plots.provenance(results)}")
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
+
+
+def _shade(norm: Any, value: float) -> str:
+    """Of text on a dark cell."""
+    return "white" if norm(value) < 0.6 else "black"
 
 
 def short(length: int) -> str:

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import plots
 from benchmarks.aims import Row, State, Which
 from benchmarks.points import BATCHES, LENGTHS, WIDTHS, Point
-from sglang_specverify.errors import SpecverifyError
 
 Value = Callable[[Row], float | None]
 #: What each row of panels shows.
@@ -48,34 +48,24 @@ def draw(results: dict[str, Any], out: Path, state: State, which: Which) -> None
     Raises:
         SpecverifyError: no matplotlib here.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecverifyError("matplotlib is not installed", "pip install -r requirements/dev.txt") from None
-    matplotlib.use("agg")
-    from matplotlib import colors, pyplot
+    pyplot = plots.pyplot()
+    from matplotlib import colors
 
     figure, axes = pyplot.subplots(2, len(WIDTHS), figsize=(3.2 * len(WIDTHS), 6.4), layout="constrained", squeeze=False)
     scales = (("RdYlGn", colors.LogNorm(1 / 4, 4)), ("viridis", colors.Normalize(0, 1)))
     for line, ((title, value), (colormap, norm)) in enumerate(zip(PANELS, scales, strict=True)):
         for column, width in enumerate(WIDTHS):
             panel, cells = axes[line][column], grid(results, width, value, state, which)
-            image = panel.imshow(cells, cmap=colormap, norm=norm, aspect="auto")
-            for y, numbers in enumerate(cells):
-                for x, number in enumerate(numbers):
-                    text = "" if math.isnan(number) else f"{number:.2f}"
-                    panel.text(x, y, text, ha="center", va="center", fontsize=7)
+            image = plots.heatmap(
+                panel, cells, [_short(length) for length in LENGTHS], [str(batch) for batch in BATCHES],
+                colormap=colormap, norm=norm, size=7,
+            )  # fmt: skip
             panel.set_title(f"W {width}")
-            panel.set_xticks(range(len(LENGTHS)), [_short(length) for length in LENGTHS])
-            panel.set_yticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
             panel.set_xlabel("prefix tokens")
             panel.set_ylabel("requests" if column == 0 else "")
         figure.colorbar(image, ax=list(axes[line]), label=title)
-    machine, versions = results.get("hardware", {}), results.get("versions", {})
-    figure.suptitle(
-        f"tree verify, 32/8 heads of 128, bf16, one layer, {state} cache, {which} variant; "
-        f"{machine.get('name')}, SGLang {versions.get('sglang')}, Triton {versions.get('triton')}, {results.get('date')}"
-    )
+    what = f"tree verify, 32/8 heads of 128, bf16, one layer, {state} cache, {which} variant"
+    figure.suptitle(f"{what}; {plots.provenance(results)}")
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
 

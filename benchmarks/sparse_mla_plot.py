@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.sparse_mla_points import BATCHES, TOPKS, Point
 from benchmarks.sparse_mla_report import OTHERS, OURS, us
-from sglang_specverify.errors import SpecverifyError
 
 Line = tuple[list[int], list[float]]
 #: FLOPs of a byte over which the roof is drawn.
@@ -43,13 +43,7 @@ def draw(results: dict[str, Any], out: Path) -> None:
     Raises:
         SpecverifyError: no matplotlib here.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SpecverifyError("matplotlib is not installed", "pip install -r requirements/dev.txt") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = plots.pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
     for panel, topk in zip(axes.flat, TOPKS, strict=False):
         for arm, (batches, times) in lines(results, topk).items():
@@ -74,10 +68,6 @@ def draw(results: dict[str, Any], out: Path) -> None:
     roof.set_ylabel("TFLOP/s")
     if roof.get_legend_handles_labels()[0]:
         roof.legend(fontsize=8)
-    machine, versions = results.get("hardware", {}), results.get("versions", {})
-    figure.suptitle(
-        f"sparse MLA decode, window 128, {machine.get('name')}, SGLang {versions.get('sglang')}, "
-        f"Triton {versions.get('triton')}, {results.get('date')}"
-    )
+    figure.suptitle(f"sparse MLA decode, window 128, {plots.provenance(results)}")
     figure.savefig(out, dpi=110)
     pyplot.close(figure)

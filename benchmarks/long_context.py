@@ -25,7 +25,7 @@ from benchmarks import long_context_checks as checks
 from benchmarks import long_context_compile as compiling
 from benchmarks import long_context_measure as measuring
 from benchmarks import long_context_points as points
-from benchmarks import long_context_report, record, report, timing
+from benchmarks import long_context_report, options, record, report, timing
 from benchmarks.long_context_arms import ARMS
 from benchmarks.long_context_pool import make_pool
 from benchmarks.points import Point
@@ -49,21 +49,19 @@ class Selection(StrEnum):
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Result file to write, after every point.")],
+    out: options.Out,
     only: Annotated[
         list[Selection] | None, typer.Option(help="What to measure, in this order; repeatable. All if left out.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Start no point after this many minutes.")] = 9.0,
-    resume: Annotated[
-        Path | None, typer.Option(help="Keep the points of this result file, if it exists, and measure the others.")
-    ] = None,
+    minutes: options.Minutes = 9.0,
+    resume: options.Resume = None,
     quick: Annotated[bool, typer.Option(help="Every fifth point of each selection.")] = False,
-    skip: Annotated[list[str] | None, typer.Option(help="An arm to leave out; repeatable.")] = None,
+    skip: options.Skip = None,
     pool_gb: Annotated[float, typer.Option(help="Memory for K and V; points that need more are left out.")] = 90.0,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile the kernels of the points and stop.")] = False,
     compilers: Annotated[int, typer.Option(help="Processes that compile kernels before anything is timed; 0 for none.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny points, no timing: are all arms right?")] = False,
+    device: options.Device = "cuda",
+    dry_run: options.DryRun = False,
     allow_untuned: Annotated[bool, typer.Option("--allow-untuned", help="Measure other hardware than the table's.")] = False,
 ) -> None:
     """Measure points until the time is used up; a table of all results follows."""

@@ -16,13 +16,12 @@ import time
 from collections.abc import Iterable
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks import record, report, sparse_mla_report, timing
+from benchmarks import options, record, report, sparse_mla_report, timing
 from benchmarks import sparse_mla_measure as measuring
 from benchmarks import sparse_mla_points as points
 from benchmarks.sparse_mla_arms import ARMS, SELECTED, Arm
@@ -42,18 +41,16 @@ class Selection(StrEnum):
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Result file to write, after every point.")],
+    out: options.Out,
     only: Annotated[
         list[Selection] | None, typer.Option(help="What to measure, in this order; repeatable. All if left out.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Start no point after this many minutes.")] = 9.0,
-    resume: Annotated[
-        Path | None, typer.Option(help="Keep the points of this result file, if it exists, and measure the others.")
-    ] = None,
+    minutes: options.Minutes = 9.0,
+    resume: options.Resume = None,
     quick: Annotated[bool, typer.Option(help="Every fourth point of each selection.")] = False,
-    skip: Annotated[list[str] | None, typer.Option(help="An arm to leave out; repeatable.")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny points, no timing: are all arms right?")] = False,
+    skip: options.Skip = None,
+    device: options.Device = "cuda",
+    dry_run: options.DryRun = False,
 ) -> None:
     """Measure points until the time is used up; a table of all results follows."""
     deadline = time.monotonic() + 60 * minutes

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import torch
 import typer
 
-from benchmarks import measure, metadata, points, record, report, timing
+from benchmarks import measure, metadata, options, points, record, report, timing
 from benchmarks.arms import OURS, Arm
 from benchmarks.points import Point
 from benchmarks.stock_triton import STOCK
@@ -57,18 +57,18 @@ class Selection(StrEnum):
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Result file to write, after every point.")],
+    out: options.Out,
     only: Annotated[
         list[Selection] | None, typer.Option(help="What to measure, in this order; repeatable. All if left out.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Start no point after this many minutes.")] = 9.0,
+    minutes: options.Minutes = 9.0,
     resume: Annotated[Path | None, typer.Option(help="Keep the points of this result file and measure the others.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure the selected points of the resumed file anew.")] = False,
     quick: Annotated[bool, typer.Option(help="Every fifth point of each selection.")] = False,
-    skip: Annotated[list[str] | None, typer.Option(help="An arm to leave out; repeatable.")] = None,
+    skip: options.Skip = None,
     state: Annotated[list[State] | None, typer.Option(help="Whether K and V are in the L2 cache; both if left out.")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny points, no timing: are all arms right?")] = False,
+    device: options.Device = "cuda",
+    dry_run: options.DryRun = False,
 ) -> None:
     """Measure points until the time is used up; a table of all results follows."""
     deadline = time.monotonic() + 60 * minutes

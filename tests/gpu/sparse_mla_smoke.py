@@ -32,8 +32,7 @@ from sglang_specverify.kernels.sparse_mla.splits import SparseConfig, deepseek_v
 from tests.gpu.sparse_mla_problems import Problem, build, oracle
 
 _HOPPER = SparseConfig(keys=64, num_warps=4, specialized=True, pdl=True)
-# Two tiles of scores are in flight: the lead takes what producers of 72 registers leave.
-_AHEAD = replace(_HOPPER, keys=32, num_stages=4, ahead=True, registers=(160, 72))
+_AHEAD = replace(_HOPPER, keys=32, num_stages=4, ahead=True)
 _TRITON = SparseConfig(pdl=True)
 #: Launch options by name, and parts of the keys where they are not the division's own.
 VARIANTS: dict[str, tuple[SparseConfig, int | None]] = {

@@ -164,7 +164,7 @@ class Program:
 
     def product(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Tensor | Product:
         for one in (a, b):
-            if isinstance(one, Shared) and one.place is not None and one.memory.written[one.place] > self.own.fenced:
+            if isinstance(one, Shared) and one.place is not None and not self.own.fences(one):
                 raise Fault(f"{one.memory.name}[{one.place}]: no fence between a write and a product that reads it")
         product = Product(a, b, acc if use_acc else 0.0)
         self.own.products.append(product)

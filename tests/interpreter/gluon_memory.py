@@ -16,6 +16,7 @@ class Clock(Protocol):
     """A program, as its memory knows it."""
 
     clock: int
+    current: Partition | None
 
     def switch(self) -> None: ...
 
@@ -41,13 +42,14 @@ class Barrier:
 
 
 class Memory:
-    """One allocation of shared memory: its barriers, and when each place was last written by an ordinary write.
+    """One allocation of shared memory: its barriers, and when each place was last written, by which partition or by a copy (None).
 
     Its name is that of the first parameter of a partition that it is passed as.
     """
 
     def __init__(self, program: Clock, shape: list[int]) -> None:
-        self.program, self.name, self.written = program, "shared memory", [0] * shape[0]
+        self.program, self.name = program, "shared memory"
+        self.written: list[dict[Partition | None, int]] = [{} for _ in range(shape[0])]
         self.barriers: dict[int, Barrier] = {}
 
 
@@ -75,15 +77,15 @@ class Shared:
 
     def store(self, value: Tensor) -> None:
         self.memory.program.switch()
-        self.write(raw(value))
+        self.write(raw(value), self.memory.program.current)
 
-    def write(self, value: torch.Tensor | float) -> None:
+    def write(self, value: torch.Tensor | float, partition: Partition | None = None) -> None:
         if isinstance(value, torch.Tensor) and (value.shape != self.data.shape or value.dtype != self.dtype):
             raise Fault(f"{value.dtype} {list(value.shape)} into {self.memory.name}, {self.dtype} {list(self.data.shape)}")
         assert self.place is not None
         self.data[...] = value
         self.memory.program.clock += 1
-        self.memory.written[self.place] = self.memory.program.clock
+        self.memory.written[self.place][partition] = self.memory.program.clock
 
     def barrier(self) -> Barrier:
         assert self.place is not None
@@ -119,6 +121,11 @@ class Partition:
         self.products: deque[Product] = deque()
         self.issued: list[tuple[Shared, torch.Tensor]] = []
         self.flights: deque[tuple[list[tuple[Shared, torch.Tensor]], Barrier]] = deque()
+
+    def fences(self, shared: Shared) -> bool:
+        """Whether a product of this partition sees all that was written there: a fence of its own or of the writer lies between."""
+        assert shared.place is not None
+        return all(at <= max(self.fenced, writer.fenced if writer else 0) for writer, at in shared.memory.written[shared.place].items())
 
     @property
     def blocked(self) -> bool:

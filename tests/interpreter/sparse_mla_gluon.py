@@ -27,7 +27,7 @@ class Bytes(Pointer):
     size = 1
 
     def __add__(self, offset: Any) -> Bytes:
-        return self._at(super().__add__(offset).at, self.size)
+        return self._at(super().__add__(offset * self.size).at, self.size)
 
     def to(self, dtype: torch.dtype, bitcast: bool) -> Bytes:
         assert bitcast

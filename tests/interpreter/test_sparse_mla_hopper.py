@@ -95,12 +95,19 @@ def test_the_emulator_sees_a_wait_that_is_missing(barrier: str, ahead: bool, mon
     original = sparse_mla_gluon.SparseProgram.wait
     monkeypatch.setattr(sparse_mla_gluon.SparseProgram, "wait", wait)
     call = build(Problem(1, 1, 64, 320, 0, missing=0.0, lens=False, seed=6), "cpu")
-    try:
-        config = replace(SPECIALIZED, keys=32, num_stages=4, ahead=True) if ahead else SPECIALIZED
-        out, lse = deepseek_v41_decode(**call, splits=1, config=config)
-    except Fault:
-        return
-    assert rejections(out, lse, oracle(call)) != []
+    config = replace(SPECIALIZED, keys=32, num_stages=4, ahead=True) if ahead else SPECIALIZED
+    run = sparse_mla_gluon.run
+
+    def seen(seed: int) -> bool:
+        monkeypatch.setattr(sparse_mla_gluon, "run", lambda launch, **_: run(launch, seed=seed))
+        try:
+            out, lse = deepseek_v41_decode(**call, splits=1, config=config)
+        except Fault:
+            return True
+        return rejections(out, lse, oracle(call)) != []
+
+    # Whether it shows depends on which partition is quick, which the seed draws.
+    assert any(seen(seed) for seed in range(8))
 
 
 def test_what_it_is_not_written_for_is_refused(device: str) -> None:

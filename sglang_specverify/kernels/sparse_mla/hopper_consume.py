@@ -119,52 +119,51 @@ def lead(
     o = gl.zeros([ROWS, HALF], gl.float32, mma_o)
     number = swa_tiles + main_tiles
     mbarrier.wait(q_full.index(0), 0)
+    # Of the copies of q; what producers write they fence themselves.
+    fence_async_shared()
     if AHEAD:
         mbarrier.wait(k_full.index(0), 0)
-        fence_async_shared()
-        s_now = _scores(q_left, q_right, k_left, k_right, 0, nothing)
-        sees = _sees(
-            bias_ring.index(0).load(gl.SliceLayout(0, mma_s)), 0, first, swa_tiles, main_first, list_tiles, column, own_token,
-            swa_begin, swa_end, main_end, TOKENS, SHARED_MAIN, KEYS,
-        )  # fmt: skip
-        s = warpgroup_mma_wait(0, deps=(s_now,))
-        p, alpha, m, total = _weigh(s, sees, m, total, scale)
-        weights = gl.convert_layout(p.to(gl.bfloat16), operand)
-        _hand_over(p_ring, alpha_ring, p_full, p_empty, 0, p, alpha, STAGES)
-        # A tile's scores are in flight before the products of the tile before it, which then run under its weights.
-        for j in range(1, number):
-            before = (j - 1) % STAGES
+        s = warpgroup_mma_wait(0, deps=(_scores(q_left, q_right, k_left, k_right, 0, nothing),))
+        # Scores of a tile are in flight under the weights of the one before.
+        for j in range(0, number - 1):
             stage = j % STAGES
-            mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
-            fence_async_shared()
-            s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
+            coming = (j + 1) % STAGES
+            mbarrier.wait(k_full.index(coming), ((j + 1) // STAGES) & 1)
+            s_now = _scores(q_left, q_right, k_left, k_right, coming, nothing)
             bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
             sees = _sees(
                 bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
                 TOKENS, SHARED_MAIN, KEYS,
             )  # fmt: skip
-            o = o * gl.convert_layout(alpha, rows_o)[:, None]
-            o_now = warpgroup_mma(weights, k_left.index(before), o, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s_now,))
             p, alpha, m, total = _weigh(s, sees, m, total, scale)
             _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
-            o, weights = warpgroup_mma_wait(0, deps=(o_now, gl.convert_layout(p.to(gl.bfloat16), operand)))
-            mbarrier.arrive(k_empty.index(before), count=1)
+            o = o * gl.convert_layout(alpha, rows_o)[:, None]
+            o_now = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o, is_async=True)
+            s, o = warpgroup_mma_wait(0, deps=(s_now, o_now))
+            mbarrier.arrive(k_empty.index(stage), count=1)
+        stage = (number - 1) % STAGES
+        bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
+        sees = _sees(
+            bias, number - 1, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
+            TOKENS, SHARED_MAIN, KEYS,
+        )  # fmt: skip
+        p, alpha, m, total = _weigh(s, sees, m, total, scale)
+        _hand_over(p_ring, alpha_ring, p_full, p_empty, number - 1, p, alpha, STAGES)
         o = o * gl.convert_layout(alpha, rows_o)[:, None]
-        o = warpgroup_mma(weights, k_left.index((number - 1) % STAGES), o)
-        mbarrier.arrive(k_empty.index((number - 1) % STAGES), count=1)
+        o = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o)
+        mbarrier.arrive(k_empty.index(stage), count=1)
     else:
         for j in range(0, number):
             stage = j % STAGES
             mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
-            fence_async_shared()
             s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
+            s = warpgroup_mma_wait(0, deps=(s_now,))
+            # Not before: among the products it would make each wait for a read of shared memory that they keep busy.
             bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
             sees = _sees(
                 bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
                 TOKENS, SHARED_MAIN, KEYS,
             )  # fmt: skip
-            s = warpgroup_mma_wait(0, deps=(s_now,))
             p, alpha, m, total = _weigh(s, sees, m, total, scale)
             _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
             # The values come at once, not while the next tile's weights are computed: so the tile's place is free for the
@@ -232,7 +231,6 @@ def second(
         mbarrier.wait(p_full.index(stage), (j // STAGES) & 1)
         mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
         o = o * alpha_ring.index(stage).load(rows_o)[:, None]
-        fence_async_shared()
         o = warpgroup_mma(p_ring.index(stage), k_right.index(stage), o)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(p_empty.index(stage), count=1)

@@ -1,9 +1,9 @@
 """The Gluon kernel of `decode.py` for Hopper with specialised warps, for tiles of 64 rows. `decode.py` has the formula.
 
-One program: 64 packed rows of a request and one part of its keys, in tiles of KEYS list entries. Two groups of four warps, the
-producers, read rows of the pools ahead, each half of a tile's, and write them as bf16 into a ring in shared memory. A third, the
-lead, computes scores and weights of a tile and the left half of the output's columns; the fourth, the second, takes the
-weights through shared memory and computes the right half. So the tensor cores work while bytes are decoded.
+One program: 64 packed rows of a request and one part of its keys, in tiles of KEYS list entries. Eight warps, the producer, read
+rows of the pools ahead and write them as bf16 into a ring in shared memory. Four, the lead, compute scores and weights of a tile
+and the left half of the output's columns; four more, the second, take the weights through shared memory and compute the right
+half. So the tensor cores work while bytes are decoded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="misc, no-untyped-call"
@@ -52,12 +52,10 @@ def hopper_kernel(
     p_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=128)
     for n in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(n), count=2)
+        mbarrier.init(k_full.index(n), count=1)
         mbarrier.init(k_empty.index(n), count=2)
         mbarrier.init(p_full.index(n), count=1)
         mbarrier.init(p_empty.index(n), count=1)
-    zero: gl.constexpr = 0
-    one: gl.constexpr = 1
     if PDL:
         # Every input may be the output of the kernel before.
         gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -95,25 +93,12 @@ def hopper_kernel(
                     queries, swa_width, main_width, swa_capacity, main_capacity, swa_page, main_page,
                     swa_index_batch, swa_index_row, main_index_batch, main_index_row,
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
-                    zero, TOKENS, SHARED_SWA, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
-                    SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW,
-                    MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW, KEYS, STAGES,
-                ),
-            ),
-            (
-                produce,
-                (
-                    swa, main, swa_indices, main_indices, swa_starts, swa_lens, main_lens,
-                    k_left, k_right, bias_ring, k_full, k_empty,
-                    queries, swa_width, main_width, swa_capacity, main_capacity, swa_page, main_page,
-                    swa_index_batch, swa_index_row, main_index_batch, main_index_row,
-                    swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
-                    one, TOKENS, SHARED_SWA, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
+                    TOKENS, SHARED_SWA, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN,
                     SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW,
                     MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW, KEYS, STAGES,
                 ),
             ),
         ],
-        [4, 4, 4],
-        [SECOND_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 8],
+        [SECOND_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -14,6 +14,20 @@ ROWS, HALF = gl.constexpr(64), gl.constexpr(256)
 
 
 @gluon.jit
+def part_of(
+    swa_width, main_width, splits, TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr
+):
+    """(first tile of this program's part, behind its last, tiles of the window's list), whatever lengths say."""
+    part = gl.program_id(0)
+    swa_tiles = (swa_width + KEYS - 1) // KEYS
+    tiles = swa_tiles
+    if HAS_MAIN:
+        list_tiles = (main_width + KEYS - 1) // KEYS
+        tiles = swa_tiles + (list_tiles if SHARED_MAIN else list_tiles * TOKENS)
+    return part * tiles // splits, (part + 1) * tiles // splits, swa_tiles
+
+
+@gluon.jit
 def keys_of(
     swa_starts, swa_lens, main_lens, queries, swa_width, main_width,
     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
@@ -23,16 +37,7 @@ def keys_of(
     """(first window tile, how many, first main tile, how many) of this program, lengths heeded; at least one tile."""
     batch = gl.program_id(2).to(gl.int64)
     token = gl.program_id(1) // head_blocks * TOKENS
-    part = gl.program_id(0)
-    swa_tiles = (swa_width + KEYS - 1) // KEYS
-    list_tiles = (main_width + KEYS - 1) // KEYS
-    all_main = 0
-    if HAS_MAIN:
-        all_main = list_tiles
-        if not SHARED_MAIN:
-            all_main = list_tiles * TOKENS
-    begin = part * (swa_tiles + all_main) // splits
-    end = (part + 1) * (swa_tiles + all_main) // splits
+    begin, end, swa_tiles = part_of(swa_width, main_width, splits, TOKENS, SHARED_MAIN, HAS_MAIN, KEYS)
 
     longest = swa_width
     if HAS_SWA_LENS:

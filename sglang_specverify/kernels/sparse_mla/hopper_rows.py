@@ -37,8 +37,10 @@ def main_bytes(
     pair = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     page = (slot // PAGE_ROWS).to(gl.int64) * page_stride
     row = slot % PAGE_ROWS
-    at = (page + row * V_ROW + half * 128)[:, None, None] + (group[:, None] * 16 + word[None, :] * 4)[None, :, :]
-    codes = gl.load((cache + at).to(gl.pointer_type(gl.int32), bitcast=True), mask=valid[:, None, None], other=0)
+    # Addresses in words, from a pointer to words: of bytes read as words the compiler does not see that they follow each other.
+    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    at = (page // 4 + row * (V_ROW // 4) + half * 32)[:, None, None] + (group[:, None] * 4 + word[None, :])[None, :, :]
+    codes = gl.load(words + at, mask=valid[:, None, None], other=0)
     # Two scales of 16 columns belong to four words of 8.
     at = (page + S_BASE + row * S_ROW + half * 16)[:, None] + pair[None, :] * 2
     scales = gl.load((cache + at).to(gl.pointer_type(gl.int16), bitcast=True), mask=valid[:, None], other=0)
@@ -85,8 +87,9 @@ def window_bytes(
     scale = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     page = (slot // PAGE_ROWS).to(gl.int64) * page_stride
     row = slot % PAGE_ROWS
-    at = (page + row * V_ROW + half * 256)[:, None, None] + (group[:, None] * 32 + word[None, :] * 4)[None, :, :]
-    codes = gl.load((cache + at).to(gl.pointer_type(gl.int32), bitcast=True), mask=valid[:, None, None], other=0)
+    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    at = (page // 4 + row * (V_ROW // 4) + half * 64)[:, None, None] + (group[:, None] * 8 + word[None, :])[None, :, :]
+    codes = gl.load(words + at, mask=valid[:, None, None], other=0)
     at = (page + S_BASE + row * S_ROW + half * 8)[:, None] + scale[None, :]
     # What the scales of an invalid slot hold may be NaN, and NaN * 0 is NaN: 127 is 1.
     scales = gl.load(cache + at, mask=valid[:, None] & (GROUP > 0), other=127)

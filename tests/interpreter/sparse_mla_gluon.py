@@ -84,6 +84,7 @@ class SparseProgram(Program):
         gl.int16 = torch.int16
         gl.pointer_type = lambda dtype: dtype
         gl.join = lambda a, b: Tensor(torch.stack([raw(a), raw(b)], dim=-1))
+        gl.fma = lambda x, y, z: Tensor((raw(x).double() * raw(y).double() + raw(z).double()).float())
         gl.full_like = lambda x, value: Tensor(torch.full_like(raw(x), value))
         gl.zeros_like = lambda x: Tensor(torch.zeros_like(raw(x)))
         gl.inline_asm_elementwise = self.assembly

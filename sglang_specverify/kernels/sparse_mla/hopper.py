@@ -32,12 +32,9 @@ def hopper_launch(
     if not fits or (config.rows, config.num_warps, config.value_parts) != (64, 4, 1):
         allowed = "rows 64, num_warps 4, value_parts 1, keys 64 in 2 stages or 32 in 2 to 4 where specialized"
         raise ArgumentError("config", str(config), allowed)
-    if config.ahead and (config.keys, config.num_stages) not in ((32, 3), (32, 4)):
-        # Scores of 64 keys twice over are more than the lead's registers hold; of two places the producers would have one.
-        raise ArgumentError("config", str(config), "keys 32 in 3 or 4 stages where ahead")
     second, producers = config.registers
     own = {"SECOND_REGISTERS": second, "PRODUCER_REGISTERS": producers, "KEYS": config.keys, "STAGES": config.num_stages,
-           "AHEAD": config.ahead, "BF16_PARTIALS": config.bf16_partials}  # fmt: skip
+           "POSITIVE": a.bmm1_scale > 0, "BF16_PARTIALS": config.bf16_partials}  # fmt: skip
     constants = {name: value for name, value in constants.items() if name != "BLOCK_M"}
     assert division.block_m == config.rows
     return Launch(hopper_kernel, grid, inputs, {**constants, **own}, {"num_warps": 4, **options})

@@ -24,12 +24,17 @@ def _scores(q_left, q_right, k_left, k_right, stage, nothing):
 
 
 @gluon.jit
-def _weigh(s, sees, m, total, scale):
+def _weigh(s, sees, m, total, scale, POSITIVE: gl.constexpr):
     """One step of online softmax, in base 2: (weights, what earlier sums are multiplied by, m, total)."""
-    s = gl.where(sees, s * scale, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
+    factor = scale
+    if not POSITIVE:
+        s = s * scale
+        factor = 1.0
+    s = gl.where(sees, s, float("-inf"))
+    # A positive factor leaves the largest the largest: one multiplication a row, and one operation for each exponent.
+    m_new = gl.maximum(m, gl.max(s, 1) * factor)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s - shift[:, None])
+    p = gl.exp2(gl.fma(s, gl.zeros_like(s) + factor, gl.zeros_like(s) - shift[:, None]))
     alpha = gl.exp2(m - shift)
     return p, alpha, m_new, total * alpha + gl.sum(p, 1)
 
@@ -78,7 +83,7 @@ def lead(
     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BF16_PARTIALS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, POSITIVE: gl.constexpr, BF16_PARTIALS: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights, and the left half of the output."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -121,56 +126,24 @@ def lead(
     mbarrier.wait(q_full.index(0), 0)
     # Of the copies of q; what producers write they fence themselves.
     fence_async_shared()
-    if AHEAD:
-        mbarrier.wait(k_full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=(_scores(q_left, q_right, k_left, k_right, 0, nothing),))
-        # Scores of a tile are in flight under the weights of the one before.
-        for j in range(0, number - 1):
-            stage = j % STAGES
-            coming = (j + 1) % STAGES
-            mbarrier.wait(k_full.index(coming), ((j + 1) // STAGES) & 1)
-            s_now = _scores(q_left, q_right, k_left, k_right, coming, nothing)
-            bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
-            sees = _sees(
-                bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
-                TOKENS, SHARED_MAIN, KEYS,
-            )  # fmt: skip
-            p, alpha, m, total = _weigh(s, sees, m, total, scale)
-            _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
-            o = o * gl.convert_layout(alpha, rows_o)[:, None]
-            o_now = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o, is_async=True)
-            s, o = warpgroup_mma_wait(0, deps=(s_now, o_now))
-            mbarrier.arrive(k_empty.index(stage), count=1)
-        stage = (number - 1) % STAGES
+    for j in range(0, number):
+        stage = j % STAGES
+        mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
+        s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
+        s = warpgroup_mma_wait(0, deps=(s_now,))
+        # Not before: among the products it would make each wait for a read of shared memory, which they keep busy.
         bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
         sees = _sees(
-            bias, number - 1, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
+            bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
             TOKENS, SHARED_MAIN, KEYS,
         )  # fmt: skip
-        p, alpha, m, total = _weigh(s, sees, m, total, scale)
-        _hand_over(p_ring, alpha_ring, p_full, p_empty, number - 1, p, alpha, STAGES)
+        p, alpha, m, total = _weigh(s, sees, m, total, scale, POSITIVE)
         o = o * gl.convert_layout(alpha, rows_o)[:, None]
-        o = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o)
+        o_now = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o, is_async=True)
+        # Under the products: the second has time.
+        _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
+        o = warpgroup_mma_wait(0, deps=(o_now,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-    else:
-        for j in range(0, number):
-            stage = j % STAGES
-            mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
-            s_now = _scores(q_left, q_right, k_left, k_right, stage, nothing)
-            s = warpgroup_mma_wait(0, deps=(s_now,))
-            # Not before: among the products it would make each wait for a read of shared memory that they keep busy.
-            bias = bias_ring.index(stage).load(gl.SliceLayout(0, mma_s))
-            sees = _sees(
-                bias, j, first, swa_tiles, main_first, list_tiles, column, own_token, swa_begin, swa_end, main_end,
-                TOKENS, SHARED_MAIN, KEYS,
-            )  # fmt: skip
-            p, alpha, m, total = _weigh(s, sees, m, total, scale)
-            _hand_over(p_ring, alpha_ring, p_full, p_empty, j, p, alpha, STAGES)
-            # The values come at once, not while the next tile's weights are computed: so the tile's place is free for the
-            # producers one tile earlier, which two stages need. The second keeps the tensor cores busy.
-            o = o * gl.convert_layout(alpha, rows_o)[:, None]
-            o = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), operand), k_left.index(stage), o)
-            mbarrier.arrive(k_empty.index(stage), count=1)
 
     if PDL:
         gl.inline_asm_elementwise(

@@ -48,7 +48,6 @@ class SparseConfig:
         value_parts: programs among which the 512 output columns are divided, each of which computes all scores: 1, 2, 4 or 8.
         pdl: start the reducer, and this kernel after the one before it, early (programmatic dependent launch).
         specialized: Hopper's kernel with specialised warps, where the call is one that it serves; it takes 64 keys a tile, or 32.
-        ahead: it asks for the scores of a tile before the products of the tile before; for 32 keys in 3 or 4 stages.
         bf16_partials: it writes outputs of parts in bf16, half the bytes for one rounding more.
         registers: of a thread of its second consumer and of its producers.
         reduce_rows, reduce_columns, reduce_warps: tile of the reducer.
@@ -62,7 +61,6 @@ class SparseConfig:
     value_parts: int = 1
     pdl: bool = False
     specialized: bool = False
-    ahead: bool = False
     bf16_partials: bool = False
     registers: tuple[int, int] = (160, 80)
     reduce_rows: int = 1

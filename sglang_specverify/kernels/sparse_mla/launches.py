@@ -19,7 +19,8 @@ _HOPPER_WIDE = replace(_HOPPER, keys=64, num_stages=2, costs=Costs(start=4.3, ti
 _WIDE_ENTRIES = 256
 #: The columns of the output go to four programs, so that their sums fit the registers of 4 warps beside what decoding takes.
 _TRITON = SparseConfig(keys=16, num_warps=4, value_parts=4, pdl=True)
-#: The e4m3 contract: sums lie in tensor memory, and eight warps hold the columns of one program while they rescale them.
+#: The e4m3 contract: sums lie in tensor memory, and eight warps can hold all columns while they rescale them, so that a row is
+#: decoded once; of packed rows some registers spill.
 _E4M3 = SparseConfig(keys=32, num_warps=8, pdl=True)
 _E4M3_NARROW = replace(_E4M3, value_parts=2)
 _CDNA = SparseConfig(rows=16, keys=16, num_warps=4, value_parts=4)

@@ -16,6 +16,7 @@ import re
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -221,10 +222,7 @@ def _compile(launch: Launch, source: Any, options: Any, target: Target) -> Compi
             what = f"{launch.kernel.__name__} does not compile for {target.arch}: {type(error).__name__}: {' / '.join(lines[:4])}"
             raise LaunchError(what, "see the compiler's message; try smaller blocks") from error
     assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]
-    matrix: dict[str, int] = {}
-    for match in re.finditer(_MATRIX[target.backend], assembly):
-        name = " ".join(filter(None, match.groups()))
-        matrix[name] = matrix.get(name, 0) + 1
+    matrix = dict(Counter(" ".join(filter(None, found.groups())) for found in re.finditer(_MATRIX[target.backend], assembly)))
     blank = Compiled(
         kernel=launch.kernel.__name__,
         arch=target.arch,

@@ -16,6 +16,7 @@ import re
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,10 +27,13 @@ from sglang_specverify.kernels.launch import AMD_OPTIONS, Launch
 from sglang_specverify.kernels.targets import Target, from_arch
 
 #: Raised whenever `Compiled` or its reading changes: results of an older version are not reused.
-_VERSION = 1
+_VERSION = 2
 
-#: Matrix instructions by what they are called in PTX or in AMD's assembly.
-_MATRIX = {"cuda": r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)\b", "hip": r"\b(v_mfma|v_smfmac)_"}
+#: Matrix instructions by what they are called in PTX or in AMD's assembly, and on NVIDIA what tells 8-bit operands.
+_MATRIX = {
+    "cuda": r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)\b(?:[\w.:]*?\.(kind::f8f6f4|e4m3\.e4m3))?",
+    "hip": r"\b(v_mfma|v_smfmac)_",
+}
 
 #: The ptxas that Triton brings does not know these; the one of this distribution does.
 _PTXAS_OF = {"sm_107": ("nvidia-cuda-nvcc", "nvidia/cu13/bin/ptxas")}
@@ -50,7 +54,7 @@ class Compiled:
             spilled registers, not accesses: both are four bytes for each.
         stack_bytes: memory of a thread, spills included.
         shared_bytes: shared memory or LDS of a program.
-        matrix_instructions: instruction, and how often it stands in the code.
+        matrix_instructions: instruction, with what tells 8-bit operands behind it, and how often it stands in the code.
         warnings: what the compiler warned of.
         seconds: the compilation took.
         cached: whether it is from the cache, and `seconds` from then.
@@ -218,9 +222,7 @@ def _compile(launch: Launch, source: Any, options: Any, target: Target) -> Compi
             what = f"{launch.kernel.__name__} does not compile for {target.arch}: {type(error).__name__}: {' / '.join(lines[:4])}"
             raise LaunchError(what, "see the compiler's message; try smaller blocks") from error
     assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]
-    matrix: dict[str, int] = {}
-    for name in re.findall(_MATRIX[target.backend], assembly):
-        matrix[name] = matrix.get(name, 0) + 1
+    matrix = dict(Counter(" ".join(filter(None, found.groups())) for found in re.finditer(_MATRIX[target.backend], assembly)))
     blank = Compiled(
         kernel=launch.kernel.__name__,
         arch=target.arch,

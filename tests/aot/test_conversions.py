@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from sglang_specverify.kernels.sparse_mla.conversions import PACKED_ARCHS, PACKED_PTXAS, conversions, parse_ptxas_version
+from sglang_specverify.kernels.sparse_mla.conversions import (
+    PACKED_ARCHS,
+    PACKED_PTXAS,
+    conversion_of,
+    conversions,
+    parse_ptxas_version,
+)
 from sglang_specverify.kernels.targets import TARGETS
 from tests.aot import workers
 
@@ -32,6 +39,28 @@ def test_the_packed_multiply_is_refused_elsewhere(there: There, arch: str) -> No
     assert arch not in PACKED_ARCHS
     assembly, error = there(workers.converting, arch, "packed")
     assert not assembly and "not supported on .target 'sm_107a'" in error
+
+
+def test_the_decode_kernel_takes_the_packed_multiply(there: There) -> None:
+    """Its threads hold what the instruction takes, and its sums fit tensor memory, all of it."""
+    assembly, columns = there(workers.decoding_packed, "sm_100")
+    # Rows of the window need no conversion, P has FP32's.
+    assert PACKED in assembly and HALVES not in assembly
+    assert "cvt.rn.satfinite.e4m3x2.f32" in assembly
+    assert set(re.findall(r"kind::\w+", assembly)) == {"kind::f8f6f4"}
+    assert 0 < columns <= 512
+
+
+@pytest.mark.parametrize(("release", "way"), [("13.3, V13.3.33", "fp16"), ("13.4, V13.4.1", "packed")])
+def test_the_ptxas_that_triton_takes_decides(release: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import compiler
+
+    asked = []
+    monkeypatch.setattr(compiler, "get_ptxas_version", lambda arch: asked.append(arch) or f"tools, release {release}\n")
+    assert {conversion_of(arch) for arch in PACKED_ARCHS} == {way}
+    assert asked == [100, 103]
+    assert [conversion_of(arch) for arch in ("sm_107", "gfx950", "none")] == ["fp16", "integer", "integer"]
+    assert len(asked) == 2
 
 
 def test_which_way_an_architecture_has() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from benchmarks.compile_all import Outcome
 from sglang_specverify.kernels.aot_specialized import specialized
+from sglang_specverify.kernels.sparse_mla.arguments import CONTRACTS
 from sglang_specverify.kernels.targets import TARGETS
 from tests.aot import workers
 from tests.aot.cover import CASES, FACTORS, cover, pairs, pairs_of
 
-#: What a matrix product becomes. 64 rows or more of a program are needed for the first of the pairs.
+#: What a matrix product becomes, and in the e4m3 contract. 64 rows or more of a program are needed for the first of the pairs.
 MATRIX = {
     "sm_90": {"wgmma.mma_async", "mma.sync"},
     "sm_100": {"tcgen05.mma", "mma.sync"},
@@ -23,6 +24,7 @@ MATRIX = {
     "gfx942": {"v_mfma"},
     "gfx950": {"v_mfma"},
 }
+MATRIX_E4M3 = {"tcgen05.mma kind::f8f6f4"}
 
 
 SPECIALIZED = tuple(specialized("sm_90", short=True))
@@ -41,7 +43,8 @@ def check(outcome: Outcome) -> None:
     assert outcome.problems == [], f"{outcome.name}: {outcome.text}; launch: {outcome.launch}"
     assert outcome.compiled is not None
     assert outcome.compiled.registers > 0
-    assert set(outcome.compiled.matrix_instructions) <= MATRIX[outcome.arch]
+    expected = MATRIX_E4M3 if "sparse_mla e4m3" in outcome.name else MATRIX[outcome.arch]
+    assert set(outcome.compiled.matrix_instructions) <= expected
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -79,6 +82,8 @@ def test_everything_else_fits_its_target(futures: dict[str, Any], arch: str) -> 
     # The decode kernels of sparse MLA where there are such, the reducer with the first.
     sparse = {"sm_90": {"hopper_kernel", "combine_kernel"}, "sm_100": {"decode_kernel"}, "gfx950": {"decode_kernel"}}
     assert sparse.get(arch, set()) < kernels
+    e4m3 = [outcome for outcome in outcomes if "sparse_mla e4m3" in outcome.name and not outcome.name.endswith("reducer")]
+    assert len(e4m3) == (arch in CONTRACTS["e4m3"])
     for outcome in outcomes:
         check(outcome)
 

@@ -16,6 +16,8 @@ from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.kernels import aot
 from sglang_specverify.kernels.aot_auxiliary import auxiliary
 from sglang_specverify.kernels.aot_cases import meta
+from sglang_specverify.kernels.aot_sparse_mla import launches_of
+from sglang_specverify.kernels.launch import Launch
 from sglang_specverify.kernels.targets import from_arch
 
 
@@ -80,23 +82,34 @@ def specialised(arch: str, name: str, value: object) -> tuple[str, Any, list[Any
 
 def converting(arch: str, how: str) -> tuple[str, str]:
     """Assembly of the conversion of main rows to E4M3, and ""; or "", and why the newest ptxas does not compile it."""
+    from tests.interpreter.fp4_conversion import converting
+
+    try:
+        binary = _binary(converting(*(meta(4096, dtype=torch.uint8) for _ in range(3)), how), arch, packed=how == "packed")
+    except Exception as error:
+        return "", str(error)
+    return binary.asm["ptx" if arch[0] == "s" else "amdgcn"], ""
+
+
+def decoding_packed(arch: str) -> tuple[str, int]:
+    """Assembly of sparse MLA decode in the e4m3 contract with the packed multiply, and its columns of tensor memory."""
+    launch = next(launches_of(arch, (256, 1, 64, 512, "swa_fp8", False, False, "block_split"), "e4m3", "packed"))[1]
+    binary = _binary(launch, arch, packed=True)
+    return binary.asm["ptx"], binary.metadata.tmem_size
+
+
+def _binary(launch: Launch, arch: str, *, packed: bool) -> Any:
+    """What Triton makes of a launch; by the newest ptxas for the packed multiply."""
     import triton
     from triton import knobs
     from triton.compiler import make_backend
 
-    from tests.interpreter.fp4_conversion import converting
-
     target = from_arch(arch)
-    # Triton remembers the version of the ptxas that it met first.
-    options = {"ptx_version": 94} if how == "packed" else {}
-    launch = converting(*(meta(4096, dtype=torch.uint8) for _ in range(3)), how, **options)
+    if packed:
+        # Triton remembers the version of the ptxas that it met first.
+        launch = replace(launch, options={**launch.options, "ptx_version": 94})
     with aot._compiler(target):
-        if how == "packed":
+        if packed:
             knobs.nvidia.ptxas_blackwell = str(aot._ptxas("sm_107"))
         source, chosen = aot._source(launch, make_backend(target.triton))
-        try:
-            return triton.compile(source, target=target.triton, options=chosen.__dict__).asm[
-                "ptx" if arch[0] == "s" else "amdgcn"
-            ], ""
-        except Exception as error:
-            return "", str(error)
+        return triton.compile(source, target=target.triton, options=chosen.__dict__)

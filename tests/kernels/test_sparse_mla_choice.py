@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import sparse_mla_tables
-from sglang_specverify.kernels.sparse_mla.launches import CONFIGS, config_of
+from sglang_specverify.kernels.sparse_mla.arguments import CONTRACTS, E4M3_KEYS
+from sglang_specverify.kernels.sparse_mla.launches import CONFIGS, E4M3_CONFIGS, config_of
 from sglang_specverify.kernels.sparse_mla.splits import MAX_PROGRAMS, Costs, SparseConfig, divide, microseconds, parts_of
 
 MEASURED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sparse-mla-h200.json").read_text())
@@ -93,6 +94,16 @@ def test_what_was_not_measured_has_no_costs(arch: str) -> None:
         assert config.specialized == (arch == "sm_90") == (config.costs is not None)
         other = config_of(arch, tiles, PROGRAMS, 128, bf16=False)
         assert not other.specialized and other.costs is None
+
+
+def test_every_contract_has_options_where_it_is() -> None:
+    for contract, configs in (("exact", CONFIGS), ("e4m3", E4M3_CONFIGS)):
+        assert set(configs) == set(CONTRACTS[contract])
+    for arch in E4M3_CONFIGS:
+        for tiles in (1, 200):
+            config = config_of(arch, tiles, PROGRAMS, 640, bf16=False, contract="e4m3")
+            assert config in E4M3_CONFIGS[arch] and config not in CONFIGS[arch]
+            assert config.keys >= E4M3_KEYS and not config.specialized and config.costs is None
 
 
 def test_the_table_says_what_was_not_run() -> None:

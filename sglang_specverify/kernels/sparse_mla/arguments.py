@@ -16,8 +16,10 @@ SWA_FORMATS, MAIN_FORMATS = ("swa_mxfp8", "swa_fp8"), ("main_kv_fp4",)
 #: Contracts, and the architectures that have each; "none" is Triton's interpreter.
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "exact": ("sm_90", "sm_100", "sm_103", "sm_107", "gfx950", "none"),
-    "e4m3": (),
+    "e4m3": ("sm_100", "sm_103", "sm_107", "none"),
 }
+#: Of the e4m3 contract: formats of the window's rows, and the fewest entries of a tile: an instruction adds up 32 products.
+E4M3_SWA_FORMATS, E4M3_KEYS = ("swa_fp8",), 32
 #: Bytes to which caches, q and out are aligned: one vector load or store.
 ALIGNMENT = 16
 
@@ -58,7 +60,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class DecodeArguments:
-    """A checked call. `main` is None where only the window is read."""
+    """A checked call. `main` is None where only the window is read; `contract` is one of `CONTRACTS`."""
 
     q: torch.Tensor
     swa: Pool
@@ -66,6 +68,7 @@ class DecodeArguments:
     sink: torch.Tensor | None
     bmm1_scale: float
     bmm2_scale: float
+    contract: str = "exact"
 
     @property
     def batch(self) -> int:
@@ -89,12 +92,15 @@ class DecodeArguments:
         return 0 if self.main is None else self.main.indices.shape[2]
 
 
-def check_contract(contract: object, arch: str) -> str:
-    """`contract`, if `arch` has it; the error lists those that it has."""
+def check_contract(contract: object, arch: str, q: torch.Tensor) -> str:
+    """`contract`, if `arch` has it, and it has q's type; the error lists those that it has."""
     served = [name for name, archs in CONTRACTS.items() if arch in archs]
     if contract not in served:
         there = ", ".join(map(repr, served)) or "none: this kernel is for " + ", ".join(CONTRACTS["exact"][:-1])
         raise ArgumentError("contract", f"{contract!r} on {arch}", there)
+    if contract == "e4m3" and q.dtype != torch.float8_e4m3fn:
+        allowed = "torch.float8_e4m3fn with its scale in bmm1_scale, or contract 'exact'"
+        raise ArgumentError("q", f"{q.dtype} in the e4m3 contract", allowed)
     return str(contract)
 
 
@@ -113,13 +119,18 @@ def check_q(q: object) -> torch.Tensor:
 
 def check_pool(
     name: str, q: torch.Tensor, cache: object, indices: object, format: object, page_rows: object, layout: object, lens: object,
-    starts: object = None,
+    starts: object = None, contract: str = "exact",
 ) -> Pool:  # fmt: skip
     """One cache and what is read from it; `name` is "swa" or "main"."""
     kind = format_of(f"{name}_format", format)
     allowed = SWA_FORMATS if name == "swa" else MAIN_FORMATS
     if kind.name not in allowed:
         raise ArgumentError(f"{name}_format", repr(kind.name), " or ".join(map(repr, allowed)))
+    if name == "swa" and contract == "e4m3" and kind.name not in E4M3_SWA_FORMATS:
+        # A value times its group's power of two is no E4M3 number in general. Block-scaled products would take the scales for the
+        # scores, but not for the output: there they change from column to column, and from key to key of one sum.
+        there = " or ".join(map(repr, E4M3_SWA_FORMATS))
+        raise ArgumentError("swa_format", f"{kind.name!r} in the e4m3 contract", f"{there}, or contract 'exact'")
     rows = checks.integer(f"{name}_page_rows", page_rows, 1)
     # Offsets within a page are 32 bits wide; those of pages are 64.
     if rows * kind.row_bytes >= 2**31:

@@ -14,7 +14,8 @@ sums, the rescaling between tiles. 1e-6 is for outputs near zero. BF16 has FP32'
 in it.
 
 P in E4M3 is stored as 448 exp(z - m): below its smallest normal number half a spacing is 2^-10, so a weight exp(z - L) changes by
-up to 2^-10 / 448 * exp(m - L) absolutely, whatever it is, which summed over the keys is 2^-10 / 448 * U.
+up to 2^-10 / 448 * exp(m - L) absolutely, whatever it is, which summed over the keys is 2^-10 / 448 * U. m may be the maximum of
+the keys so far, or of a part of them: it is no more than that of all, which U has.
 
 The products q K are exact in FP32 and scores are sums of 512 of them: no bound on their accumulation is part of this; that
 is what the LSE gate measures.

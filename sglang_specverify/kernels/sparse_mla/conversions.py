@@ -26,6 +26,15 @@ def conversions(arch: str, ptxas: tuple[int, int]) -> tuple[str, ...]:
     return CONVERSIONS
 
 
+def conversion_of(arch: str) -> str:
+    """The best way that `arch` has with the ptxas that Triton takes for it here, which is asked where it decides."""
+    if arch not in PACKED_ARCHS:
+        return conversions(arch, (0, 0))[0]
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    return conversions(arch, parse_ptxas_version(get_ptxas_version(int(arch[3:]))))[0]
+
+
 def parse_ptxas_version(text: str) -> tuple[int, int]:
     """Major and minor version from what `ptxas --version` says; (0, 0) where it does not say."""
     found = re.search(r"release (\d+)\.(\d+)", text)

@@ -5,7 +5,8 @@
     out[h, d] = bmm2_scale * sum_k exp(z[h, k]) K[k, d] / (exp lse[h] + exp sink[h])       0 for no key
 
 over the entries of both lists that lie before their lengths and name a row of the pool. Rows are read where they are, in the
-bytes that `formats.py` describes; their values are exact in bf16, the products accumulate in FP32.
+bytes that `formats.py` describes. In the "exact" contract their values are exact in bf16; in "e4m3" values of main rows are
+rounded to E4M3, and q, keys and weights are multiplied in it. All products accumulate in FP32.
 
 Where there are few rows, the keys are divided over programs, and a second kernel combines the parts and applies the sink.
 """
@@ -22,7 +23,8 @@ from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
 from sglang_specverify.kernels.sparse_mla import arguments
-from sglang_specverify.kernels.sparse_mla.arguments import DecodeArguments
+from sglang_specverify.kernels.sparse_mla.arguments import E4M3_KEYS, DecodeArguments
+from sglang_specverify.kernels.sparse_mla.conversions import conversion_of
 from sglang_specverify.kernels.sparse_mla.formats import DIM
 from sglang_specverify.kernels.sparse_mla.hopper import hopper_launch
 from sglang_specverify.kernels.sparse_mla.launches import INTERPRETED_PROGRAMS, config_of
@@ -82,7 +84,7 @@ def deepseek_v41_decode(
         sink: [H] FP32, bf16 or fp16; -inf for a head without; None for none.
         swa_lens, main_lens: int32 [B, Sq] or [B]: entries of its list that a row reads; None for all; below 0 none.
         swa_starts: int32 [B, Sq] or [B]: the first entry of a shared window list that a row reads; None for 0.
-        contract: "exact". "e4m3" is in no architecture's kernels yet.
+        contract: "exact", or "e4m3", for q in E4M3 and swa_fp8 rows, on SM100, SM103 and SM107.
         out: bf16 like q; lse: FP32 [B, Sq, H]; None for new ones.
         workspace: uint8 of `deepseek_v41_decode_workspace_size` bytes or more; None for a new one where one is needed.
         splits: parts of the keys; None for the division's own.
@@ -96,9 +98,9 @@ def deepseek_v41_decode(
     if not uses_triton(q.device):
         raise ArgumentError("q", "a tensor on the CPU", "a tensor on a GPU; on the CPU reference.reference_decode")
     arch = arch_of(q.device)
-    arguments.check_contract(contract, arch)
+    contract = arguments.check_contract(contract, arch, q)
     swa = arguments.check_pool(
-        "swa", q, swa_cache, swa_indices, swa_format, swa_page_rows, swa_layout, swa_lens, swa_starts
+        "swa", q, swa_cache, swa_indices, swa_format, swa_page_rows, swa_layout, swa_lens, swa_starts, contract
     )  # fmt: skip
     if (main_cache is None) != (main_indices is None):
         name = "main_cache" if main_cache is None else "main_indices"
@@ -111,12 +113,12 @@ def deepseek_v41_decode(
         raise ArgumentError("main_lens", "lengths", "None without main_indices")
     a = DecodeArguments(
         q, swa, main, arguments.check_sink(sink, q),
-        checks.number("bmm1_scale", bmm1_scale), checks.number("bmm2_scale", bmm2_scale),
+        checks.number("bmm1_scale", bmm1_scale), checks.number("bmm2_scale", bmm2_scale), contract,
     )  # fmt: skip
     if splits is not None and checks.integer("splits", splits, 1) > 65535:
         raise ArgumentError("splits", splits, "65535 or fewer")
     programs = hardware.detect().multiprocessors if q.device.type == "cuda" else INTERPRETED_PROGRAMS
-    config = config or config_of(arch, tiles_of_rows(a), programs, entries_of(a), q.dtype == torch.bfloat16)
+    config = config or config_of(arch, tiles_of_rows(a), programs, entries_of(a), q.dtype == torch.bfloat16, contract)
     division = division_of(a, config, programs, splits)
     reads = _reads(a)
     out, lse = arguments.check_outputs(q, out, lse, reads)
@@ -151,11 +153,14 @@ def division_of(a: DecodeArguments, config: SparseConfig, programs: int, splits:
 
 
 def decode_launches(
-    a: DecodeArguments, buffers: Buffers, config: SparseConfig, division: Division, arch: str
+    a: DecodeArguments, buffers: Buffers, config: SparseConfig, division: Division, arch: str, conversion: str | None = None
 ) -> tuple[Launch, ...]:
-    """The decode kernel, and its reducer where keys are divided; none for no request."""
+    """The decode kernel, and its reducer where keys are divided; none for no request.
+
+    `conversion` of main rows to E4M3: one of `conversions(arch, ...)`, None for the best of them.
+    """
     from sglang_specverify.kernels.sparse_mla.combine_kernel import combine_kernel
-    from sglang_specverify.kernels.sparse_mla.decode_kernel import decode_kernel
+    from sglang_specverify.kernels.sparse_mla.decode_kernel import P_SCALE, decode_kernel
     from sglang_specverify.kernels.sparse_mla.rows_kernel import UNDO
 
     if a.batch == 0:
@@ -164,6 +169,8 @@ def decode_launches(
     partial_out, partial_lse = _partials(a.batch, buffers, division, torch.bfloat16 if config.bf16_partials else torch.float32)
     pdl = config.pdl and arch.startswith("sm_")
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    e4m3 = a.contract == "e4m3"
+    undo_scores, undo_values = (1.0, 1.0 / P_SCALE.value) if e4m3 else (UNDO, UNDO)
     own = {
         "sink": buffers.lse if a.sink is None else a.sink,
         "out": buffers.out,
@@ -172,22 +179,27 @@ def decode_launches(
         "partial_lse": partial_lse,
         "queries": a.queries,
         "heads": a.heads,
-        "out_scale": a.bmm2_scale * UNDO,
+        "out_scale": a.bmm2_scale * undo_values,
         **_strides("out", buffers.out, "batch", "row", "head"),
         **_strides("lse", buffers.lse, "batch", "row", "head"),
         "head_blocks": division.head_blocks,
         "splits": division.splits,
     }
     constants = {"BLOCK_M": division.block_m, "TOKENS": division.tokens, "HAS_SINK": a.sink is not None, "PDL": pdl}
-    inputs = {"q": a.q, **own, **_inputs(a), "scale": a.bmm1_scale * UNDO * _LOG2_E, **_strides("q", a.q, "batch", "row", "head")}
+    scale = a.bmm1_scale * undo_scores * _LOG2_E
+    inputs = {"q": a.q, **own, **_inputs(a), "scale": scale, **_strides("q", a.q, "batch", "row", "head")}
     grid = (division.splits * config.value_parts, division.blocks, a.batch)
     shared = {**constants, **_constants(a), "SPLIT": split}
+    if e4m3 and (config.specialized or config.keys < E4M3_KEYS):
+        allowed = f"keys {E4M3_KEYS} or more, and not specialized, in the e4m3 contract"
+        raise ArgumentError("config", str(config), allowed)
     if config.specialized:
         decode = hopper_launch(a, division, config, grid, inputs, shared, options)
     elif config.bf16_partials:
         raise ArgumentError("config", str(config), "bf16_partials only where specialized")
     else:
-        tile = {"BLOCK_N": config.keys, "VALUE_PARTS": config.value_parts, "STAGES": config.num_stages}
+        tile = {"BLOCK_N": config.keys, "VALUE_PARTS": config.value_parts, "STAGES": config.num_stages,
+                "CONVERSION": (conversion or conversion_of(arch)) if e4m3 else ""}  # fmt: skip
         own_options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
         decode = Launch(decode_kernel, grid, inputs, {**shared, **tile}, own_options)
     if not split:

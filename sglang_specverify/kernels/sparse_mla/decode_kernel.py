@@ -9,6 +9,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_specverify.kernels.sparse_mla.rows_kernel import main_rows, window_rows
 
+#: Weights are at most 1, and E4M3 numbers at most this: so fewest of them are below its range.
+P_SCALE = tl.constexpr(448.0)
+
 
 @triton.jit
 def _attend(q, keys, sees, m, total, scale):
@@ -20,6 +23,15 @@ def _attend(q, keys, sees, m, total, scale):
     p = tl.exp2(s - shift[:, None])
     alpha = tl.exp2(m - shift)
     return p, alpha, m_new, total * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _weights(p, CONVERSION: tl.constexpr):
+    """Weights as the products with values take them: bf16, or P_SCALE times as large in E4M3, rounded to nearest."""
+    if CONVERSION == "":
+        return p.to(tl.bfloat16)
+    else:
+        return (p * P_SCALE).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -42,10 +54,10 @@ def decode_kernel(
     SWA_GROUP: tl.constexpr, SWA_PAGE_ROWS: tl.constexpr,
     SWA_ROW: tl.constexpr, SWA_S_BASE: tl.constexpr, SWA_S_ROW: tl.constexpr,
     MAIN_PAGE_ROWS: tl.constexpr, MAIN_ROW: tl.constexpr, MAIN_S_BASE: tl.constexpr, MAIN_S_ROW: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M packed rows (TOKENS query rows times their heads) of a request, one part of its keys, and
-    512 / VALUE_PARTS columns of the output.
+    512 / VALUE_PARTS columns of the output. With a CONVERSION, q, rows and weights are multiplied in E4M3, else in bf16.
 
     The keys are tiles of BLOCK_N list entries: those of the window, then those of the main lists. Part s of S gets tiles
     s*T//S to (s+1)*T//S, so that the window lies with part 0, and with the next only where a part is less than it.
@@ -68,7 +80,9 @@ def decode_kernel(
     is_row = (token < queries) & (head < heads)
     d = tl.arange(0, D)
     q_at = q + (batch * q_batch + token.to(tl.int64) * q_row + head.to(tl.int64) * q_head)[:, None] + d[None, :]
-    q_tile = tl.load(q_at, mask=is_row[:, None], other=0.0).to(tl.bfloat16)
+    q_tile = tl.load(q_at, mask=is_row[:, None], other=0.0)
+    if CONVERSION == "":
+        q_tile = q_tile.to(tl.bfloat16)
 
     # Where each row's entries of the window's list begin and end; the list may be one for all rows.
     swa_end = tl.zeros([BLOCK_M], tl.int32) + swa_width
@@ -109,16 +123,19 @@ def decode_kernel(
             listed = (at >= tl.max(swa_begin, 0)) & (at < longest)
         slot = tl.load(swa_list + at, mask=at < swa_width, other=-1)
         valid = _valid(slot, listed, swa_capacity)
-        keys = window_rows(swa, slot, valid, swa_page, 0, D, BLOCK_N, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW)
+        keys = window_rows(
+            swa, slot, valid, swa_page, 0,
+            D, BLOCK_N, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW, CONVERSION,
+        )  # fmt: skip
         sees = valid[None, :] & (at[None, :] >= swa_begin[:, None]) & (at[None, :] < swa_end[:, None])
         p, alpha, m, total = _attend(q_tile, keys, sees, m, total, scale)
         values = keys
         if VALUE_PARTS > 1:
             values = window_rows(
                 swa, slot, valid, swa_page, first_value,
-                DV, BLOCK_N, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW,
+                DV, BLOCK_N, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW, CONVERSION,
             )  # fmt: skip
-        acc = tl.dot(p.to(tl.bfloat16), values, acc * alpha[:, None])
+        acc = tl.dot(_weights(p, CONVERSION), values, acc * alpha[:, None])
 
     if HAS_MAIN:
         main_end = tl.zeros([BLOCK_M], tl.int32) + main_width
@@ -149,17 +166,18 @@ def decode_kernel(
             main_slot = tl.load(place + at, mask=at < longest, other=-1)
             main_valid = _valid(main_slot, at < longest, main_capacity)
             main_keys = main_rows(
-                main, main_slot, main_valid, main_page, 0, D // 16, BLOCK_N, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW
-            )
+                main, main_slot, main_valid, main_page, 0,
+                D // 16, BLOCK_N, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW, CONVERSION,
+            )  # fmt: skip
             main_sees = main_valid[None, :] & (at[None, :] < ends[:, None])
             p, alpha, m, total = _attend(q_tile, main_keys, main_sees, m, total, scale)
             main_values = main_keys
             if VALUE_PARTS > 1:
                 main_values = main_rows(
                     main, main_slot, main_valid, main_page, first_value // 16,
-                    DV // 16, BLOCK_N, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW,
+                    DV // 16, BLOCK_N, MAIN_PAGE_ROWS, MAIN_ROW, MAIN_S_BASE, MAIN_S_ROW, CONVERSION,
                 )  # fmt: skip
-            acc = tl.dot(p.to(tl.bfloat16), main_values, acc * alpha[:, None])
+            acc = tl.dot(_weights(p, CONVERSION), main_values, acc * alpha[:, None])
 
     if PDL:
         gdc_launch_dependents()

@@ -19,6 +19,10 @@ _HOPPER_WIDE = replace(_HOPPER, keys=64, num_stages=2, costs=Costs(start=4.3, ti
 _WIDE_ENTRIES = 256
 #: The columns of the output go to four programs, so that their sums fit the registers of 4 warps beside what decoding takes.
 _TRITON = SparseConfig(keys=16, num_warps=4, value_parts=4, pdl=True)
+#: The e4m3 contract: sums lie in tensor memory, and eight warps can hold all columns while they rescale them, so that a row is
+#: decoded once; of packed rows some registers spill.
+_E4M3 = SparseConfig(keys=32, num_warps=8, pdl=True)
+_E4M3_NARROW = replace(_E4M3, value_parts=2)
 _CDNA = SparseConfig(rows=16, keys=16, num_warps=4, value_parts=4)
 _INTERPRETED = SparseConfig(rows=16, keys=16, reduce_rows=16)
 
@@ -33,18 +37,26 @@ CONFIGS: dict[str, tuple[SparseConfig, SparseConfig]] = {
     "none": (replace(_INTERPRETED, value_parts=2), _INTERPRETED),
 }
 
+#: The same for the e4m3 contract: compiled, not run.
+E4M3_CONFIGS: dict[str, tuple[SparseConfig, SparseConfig]] = {
+    "sm_100": (_E4M3_NARROW, _E4M3),
+    "sm_103": (_E4M3_NARROW, _E4M3),
+    "sm_107": (_E4M3_NARROW, _E4M3),
+    "none": (replace(_INTERPRETED, keys=32, value_parts=2), replace(_INTERPRETED, keys=32)),
+}
+
 #: Programs that run at once where no device says so: few enough for Triton's interpreter to be quick.
 INTERPRETED_PROGRAMS = 8
 
 
-def config_of(arch: str, tiles: int, programs: int, entries: int, bf16: bool = True) -> SparseConfig:
+def config_of(arch: str, tiles: int, programs: int, entries: int, bf16: bool = True, contract: str = "exact") -> SparseConfig:
     """Options for `tiles` tiles of rows, each over `entries` keys, on a device that runs `programs` programs at once.
 
     Where 8 programs a tile fit, keys are divided and the columns of the output too: the scores are then computed several
     times, by multiprocessors that had nothing to do, and what each part writes and the reducer reads is a fraction. Hopper's
     kernel never divides columns; few keys that are not worth dividing go to its wider tiles.
     """
-    small, large = CONFIGS[arch]
+    small, large = (E4M3_CONFIGS if contract == "e4m3" else CONFIGS)[arch]
     if not bf16:
         # Hopper's kernel copies q as it is.
         small, large = (_TRITON if one.specialized else one for one in (small, large))

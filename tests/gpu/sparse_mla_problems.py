@@ -76,7 +76,16 @@ def build(p: Problem, device: str) -> dict[str, Any]:
         call["swa_lens"] = torch.minimum(lens, call["swa_lens"]) if p.starts else lens
         if p.topk:
             call["main_lens"] = torch.randint(-1, p.topk + 3, (p.batch, p.queries), generator=g, dtype=torch.int32)
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()} | p.extra
+    return {name: moved(value, device) if isinstance(value, torch.Tensor) else value for name, value in call.items()} | p.extra
+
+
+def moved(value: torch.Tensor, device: str) -> torch.Tensor:
+    """`value` on a device, with the same gaps between pages, which `to` alone closes."""
+    if value.is_contiguous():
+        return value.to(device)
+    size = sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    whole = torch.as_strided(value, (size,), (1,))
+    return whole.to(device).as_strided(value.shape, value.stride())
 
 
 def oracle(call: dict[str, Any]) -> Reference:

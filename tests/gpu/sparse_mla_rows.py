@@ -84,7 +84,10 @@ def strides(c: Checker) -> None:
     pages = ((64, 64, 48), (61, 256, 4096), (256, 128, 16), (128, 61, 1 << 16))
     for (swa, main, pad), layout in itertools.product(pages, ("block_split", "interleaved")):
         p = replace(PLAIN, batch=3, swa_page_rows=swa, main_page_rows=main, pad=pad, swa_layout=layout, main_layout=layout)
-        c.check(f"pages of {swa} and {main} rows, {pad} bytes apart, {layout}", Bound(c.make(p)))
+        call = c.make(p)
+        for cache in (call["swa_cache"], call["main_cache"]):
+            assert cache.stride(0) >= cache.shape[1] + pad, "the pages are not apart"
+        c.check(f"pages of {swa} and {main} rows, {pad} bytes apart, {layout}", Bound(call))
     p = replace(PLAIN, batch=3, queries=2, swa_format="swa_fp8", swa_layout="interleaved")
     call = c.make(p)
     strided = {name: _spread(value) if name in ("q", "swa_indices", "main_indices") else value for name, value in call.items()}

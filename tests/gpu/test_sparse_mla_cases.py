@@ -9,6 +9,7 @@ from sglang_specverify.kernels.sparse_mla.arguments import HEADS, MAX_QUERIES
 from tests.gpu import sparse_mla_cases as cases
 from tests.gpu import sparse_mla_soak as soak
 from tests.gpu.sparse_mla_calls import Guarded
+from tests.gpu.sparse_mla_problems import moved
 from tests.gpu.sparse_mla_rows import ROWS, eager_of
 
 
@@ -41,6 +42,14 @@ def test_a_write_beside_a_buffer_is_seen(padded: tuple[int, ...] | None) -> None
         assert one.touched() == 1
         one.poison()
         assert one.touched() == 0 and (dtype == torch.uint8 or bool(one.view.isnan().all()))
+
+
+def test_pages_stay_apart_on_another_device() -> None:
+    """Here the meta device, whose tensors are copied as a GPU's are."""
+    there = moved(torch.zeros(3, 100)[:, :64], "meta")
+    assert there.shape == (3, 64) and there.stride() == (100, 1)
+    here = torch.arange(300).view(3, 100)[1:, :64]
+    assert torch.equal(moved(here, "cpu"), here) and moved(here, "cpu").stride() == (100, 1)
 
 
 def test_a_graph_of_all_calls_is_compared_with_each() -> None:

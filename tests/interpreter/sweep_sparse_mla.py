@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tests.gpu.sparse_mla_problems import Problem, build, oracle
+from tests.gpu.sparse_mla_problems import Problem, build, moved, oracle
 
 #: Kind of call, format of the window's rows, and the call. Lists hold -1 and slots beyond the pool, pages lie apart.
 CALLS = (
@@ -42,18 +42,10 @@ def _decode(p: Problem, device: str, query: torch.dtype, splits: int) -> None:
     sizes = {"queries": queries, "heads": heads, "window": call["swa_indices"].shape[2], "splits": splits}
     # What nobody wrote is told by initcheck: the workspace is left as it comes.
     space = torch.empty(deepseek_v41_decode_workspace_size(batch, p.topk, **sizes), dtype=torch.uint8, device=device)
-    there = {name: _to(value, device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    there = {name: moved(value, device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     out, lse = deepseek_v41_decode(**there, workspace=space, splits=splits)
     wrong = rejections(out.cpu(), lse.cpu(), oracle(call))
     assert not wrong, "; ".join(wrong)
-
-
-def _to(value: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy with the same gaps between pages."""
-    if value.is_contiguous():
-        return value.to(device)
-    size = value.stride(0) * (value.shape[0] - 1) + value.shape[1]
-    return torch.as_strided(value, (size,), (1,)).to(device).as_strided(value.shape, value.stride())
 
 
 def _quantize(name: str, device: str) -> None:

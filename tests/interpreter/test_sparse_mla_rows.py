@@ -1,4 +1,4 @@
-"""Rows of `tests.gpu.sparse_mla_cases` in the interpreter: one that is right, and one whose kernel writes nothing."""
+"""Rows of `tests.gpu.sparse_mla_cases` and calls of the sweep in the interpreter, and what a kernel that writes nothing gets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from sglang_specverify.kernels.sparse_mla import decode
 from tests.gpu import sparse_mla_rows, sparse_mla_soak
 from tests.gpu.sparse_mla_calls import Checker
+from tests.interpreter import sanitizers, sweep, sweep_sparse_mla
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +35,16 @@ def test_a_kernel_that_writes_nothing_is_seen(device: str, monkeypatch: pytest.M
         sparse_mla_rows.beyond(c)
     assert c.checks == 2 and {text.split(":")[0] for text in c.problems} == {"eager", "graph"}
     assert c.missing_kernel() is not None
+
+
+def test_calls_of_the_sweep(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [sweep.Call(*call) for call in sweep_sparse_mla.calls(device)]
+    chosen = sweep.some(every, 1)
+    for call in chosen:
+        call.run()
+    # Each runs in one of the processes without a checker, and in one alone.
+    names = [call.name for call in every]
+    assert [sum(operation in name for operation in sanitizers.OPERATIONS) for name in names] == [1] * len(names)
+    monkeypatch.setattr(decode, "decode_launches", lambda *_: ())
+    with pytest.raises(AssertionError):
+        chosen[0].run()

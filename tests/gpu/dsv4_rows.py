@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -157,6 +158,31 @@ def store(c: Checker, *, layout: str, layer: int | None) -> None:
             deepseek_v41_quantize_cache(x, name, rows, pages, slots.to(c.device), layout=arrangement, **options)
             differ = int((buffer != want).sum())
             c.note(f"{kind}, {dtype}", [f"{differ} of {len(slots) * FORMATS[name].row_bytes} bytes differ"] if differ else [])
+
+
+def compile_store_kernels() -> list[str]:
+    """Compile what the rows about the store kernel call, at once, before anything is captured; why it failed, where it did."""
+    from sglang.kernels.ops.attention.dsv4 import attn
+    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+
+    kinds = [("v4", dsv4.PAGE), *((layout, dsv4.PAGE) for layout in LAYOUTS)]
+    kinds += [(f"v41_fp4{layout.removeprefix('v41')}", dsv4.PAGE // ratio) for layout in LAYOUTS for ratio in (1, 2)]
+    options = [
+        {
+            "name": "flashmla",
+            "input_dtype": torch.bfloat16,
+            "index_dtype": dtype,
+            "page_size": rows,
+            "layout": KVLayout.parse(kind),
+        }
+        for kind, rows in kinds
+        for dtype in (torch.int32, torch.int64)
+    ]
+    with ThreadPoolExecutor(len(options)) as pool:
+        jobs = [pool.submit(attn._jit_fused_store_module, **one) for one in options]
+        return [
+            f"{one['layout']}: {str(error)[-500:]}" for one, job in zip(options, jobs, strict=True) if (error := job.exception())
+        ]
 
 
 def _latents(count: int, g: torch.Generator) -> dict[str, torch.Tensor]:

@@ -54,6 +54,10 @@ def main() -> int:
     limit.daemon = True
     limit.start()
     prepare_sglang()
+    if device == "cuda" and any(name.startswith("store kernel") for name in names):
+        for problem in dsv4_rows.compile_store_kernels():  # the rows will say so too
+            print(problem, flush=True)
+        print(f"{time.monotonic() - began:5.0f} s  store kernels compiled", flush=True)
     with dsv4.published(device=device):
         for name in names:
             if time.monotonic() - began > args.seconds:

@@ -3,7 +3,7 @@
     python -m benchmarks.docs            writes them anew
     python -m benchmarks.docs --check    exits with 1 where a page says something else than its files
 
-A page has them between `<!-- made from FILE: BLOCK -->` and `<!-- end -->`.
+A page has them between `<!-- made from FILE: BLOCK -->` and `<!-- end -->`; where there is no such file yet, it says so.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import end_to_end_plan as plan
-from benchmarks import end_to_end_profile, sparse_mla_tables
+from benchmarks import end_to_end_profile, gpu_tables, sparse_mla_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/chains.md", "docs/kernels.md", "docs/sparse-mla.md", "docs/trees.md")
+#: What stands in the place of a table without its result file.
+NOT_RUN = "**Not run.**"
 _BLOCK = re.compile(r"(<!-- made from (?P<file>[\w.-]+): (?P<block>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -224,6 +226,8 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "backends": backends,
     "chains": chains,
     "determinism": determinism,
+    "deterministic server": gpu_tables.deterministic_server,
+    "dsv4 seam": gpu_tables.dsv4_seam,
     "end to end": end_to_end,
     "end to end summary": end_to_end_summary,
     "kernels": kernels,
@@ -233,6 +237,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "sanitizers": sanitizers,
     "soak": soak,
     "sparse mla": sparse_mla_tables.peers,
+    "sparse mla cases": gpu_tables.sparse_mla_cases,
     "sparse mla variants": sparse_mla_tables.variants,
 }
 
@@ -241,8 +246,9 @@ def made(text: str) -> str:
     """A page with its tables as the result files have them."""
 
     def fill(match: re.Match[str]) -> str:
-        results = json.loads((RESULTS / match["file"]).read_text())
-        return match[1] + "\n".join(BLOCKS[match["block"]](results)) + "\n" + match[4]
+        file, block = RESULTS / match["file"], BLOCKS[match["block"]]
+        lines = block(json.loads(file.read_text())) if file.exists() else [NOT_RUN]
+        return match[1] + "\n".join(lines) + "\n" + match[4]
 
     return _BLOCK.sub(fill, text)
 

@@ -97,6 +97,7 @@ class Probed:
             "SERVING_PROBE": str(self.directory),
             "SERVING_PROBE_PLUGIN": "1" if plugin else "",
             "SERVING_PROBE_FAULTS": "1" if row.faults else "",
+            "SERVING_PROBE_DETERMINISTIC": "1" if "--enable-deterministic-inference" in row.options else "",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             **(row.flags if plugin else {}),
         }

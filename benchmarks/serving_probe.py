@@ -46,6 +46,8 @@ def register() -> None:
     _watch_idle_checks()
     if os.environ.get("SERVING_PROBE_PLUGIN"):
         _watch_variants()
+    if os.environ.get("SERVING_PROBE_DETERMINISTIC") and not torch.cuda.is_available():
+        _leave_operators()
     if os.environ.get("SERVING_PROBE_FAULTS"):
         _break_on_request(Path(directory))
     threading.Thread(target=_serve, args=(Path(directory), paths), daemon=True).start()
@@ -119,9 +121,17 @@ def _watch_variants() -> None:
     def choose(a: Any, *args: Any, **kwargs: Any) -> Any:
         choice = stock(a, *args, **kwargs)
         _counts[f"variant {choice.name}: {type(a).__name__.removesuffix('Arguments').lower()}"] += 1
+        _counts[f"deterministic {choice.name}"] += a.deterministic
         return choice
 
     run.choose = choose
+
+
+def _leave_operators() -> None:
+    """Without a GPU SGLang finds no device for its batch-invariant operators, and would not start in deterministic mode."""
+    from sglang.srt import batch_invariant_ops
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
 
 
 def _break_on_request(directory: Path) -> None:

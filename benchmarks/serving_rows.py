@@ -22,6 +22,7 @@ class Row:
     """One server. `kind`: "plugin", "stock" (SGLang's own backend, speculating) or "plain" (that, without speculation).
 
     `served` names the modes that a kernel of the plugin must serve; with `faults` verify is broken on purpose afterwards.
+    `options` are further arguments of SGLang's.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Row:
     flags: dict[str, str] = field(default_factory=dict)
     served: tuple[str, ...] = ()
     faults: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> str:
@@ -146,6 +148,7 @@ def arguments(row: Row, shape: Shape, models: dict[str, str], size: Size) -> lis
         *("--page-size", str(row.page_size)),
         *("--chunked-prefill-size", "2048", "--decode-log-interval", "4", "--log-level", "info"),
         *drafts(row, shape, models),
+        *row.options,
     ]
     if row.kind != "plugin":
         given += ["--attention-backend", row.base if size.has_gpu or row.kind == "stock" else "torch_native"]

@@ -1,8 +1,8 @@
-"""SGLang's dsv4 backend on a CPU: its real class, pool and attention metadata, with rows in the pool.
+"""SGLang's dsv4 backend with no server around it: its real class, pool and attention metadata, with rows in the pool.
 
-What is not here is FlashMLA, whose module a stand-in takes the place of, and the JIT store kernel: pages are written by the
-plain PyTorch quantisers that SGLang tests its formats with, and read back by their inverses for the oracle. Every other byte of a
-pool is 0xFF, which reads as NaN in all formats.
+Everything is on the CPU unless a device is named. What is not there is FlashMLA, whose module a stand-in takes the place of, and
+the JIT store kernel: pages are written by the plain PyTorch quantisers that SGLang tests its formats with, and read back by their
+inverses for the oracle. Every other byte of a pool is 0xFF, which reads as NaN in all formats.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
@@ -24,6 +23,9 @@ from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as witness
 
 from sglang_specverify.kernels.sparse_mla.reference import Reference
 
+if TYPE_CHECKING:
+    import pytest
+
 PAGE, SLOTS, HEADS = 256, 512, 64
 #: Layer -> compress ratio.
 RATIOS = (0, 2, 1)
@@ -33,11 +35,12 @@ _STAND_IN = "sglang.kernels.ops.attention.flash_mla_interface"
 @contextmanager
 def published(**arguments: Any) -> Iterator[None]:
     """SGLang's configuration of a chain with two draft tokens on one rank."""
-    published = get_context().override_server_args(
-        device="cpu", attention_backend="dsv4", page_size=PAGE, chunked_prefill_size=-1, tp_size=1, dsv4_attn_backend="flashmla",
-        speculative_algorithm="EAGLE", speculative_eagle_topk=1, speculative_num_steps=1, speculative_num_draft_tokens=2,
-        **arguments,
-    )  # fmt: skip
+    line: dict[str, Any] = {
+        "device": "cpu", "attention_backend": "dsv4", "page_size": PAGE, "chunked_prefill_size": -1, "tp_size": 1,
+        "dsv4_attn_backend": "flashmla", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1,
+        "speculative_num_steps": 1, "speculative_num_draft_tokens": 2,
+    }  # fmt: skip
+    published = get_context().override_server_args(**line | arguments)
     published.install()
     try:
         with get_parallel().override(attn_dcp_rank=0, attn_tp_size=1, attn_tp_rank=0, attn_cp_size=1, attn_cp_rank=0):
@@ -46,7 +49,7 @@ def published(**arguments: Any) -> Iterator[None]:
         published.restore()
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Any]) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch | Any, attend: Callable[..., Any]) -> None:
     """FlashMLA's interface with `attend` for its decode, on a machine that SGLang takes for one with CUDA."""
     module = ModuleType(_STAND_IN)
     found: dict[str, Any] = {
@@ -59,26 +62,28 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., Any]) -> Non
     monkeypatch.setattr(deepseek_v4_backend, "is_cuda", lambda: True)
 
 
-def make_pool(layout: str = "v41", compressed: str | None = "auto", ratios: tuple[int, ...] = RATIOS) -> Any:
+def make_pool(
+    layout: str = "v41", compressed: str | None = "auto", ratios: tuple[int, ...] = RATIOS, *, device: str = "cpu"
+) -> Any:
     """The pool of three layers, of which the last two have selected rows of their own."""
     high = PAGE * 2 if 4 in ratios else 0
     return DeepSeekV4TokenToKVPool(
         max_num_reqs=4, swa_size=SLOTS, c4_size=high // 4, c128_size=0, c4_state_pool_size=8 if high else 0,
         c128_state_pool_size=0, page_size=PAGE, swa_page_size=PAGE, dtype=torch.uint8, c4_state_dtype=torch.float32,
         c128_state_dtype=torch.float32, qk_nope_head_dim=448, qk_rope_head_dim=64, indexer_head_dim=128, layer_num=len(ratios),
-        device="cpu", enable_memory_saver=False, compression_ratios=list(ratios), full_size=SLOTS, kv_layout=layout,
+        device=device, enable_memory_saver=False, compression_ratios=list(ratios), full_size=SLOTS, kv_layout=layout,
         kv_source_layers=[layer for layer, ratio in enumerate(ratios) if ratio in (1, 2)], compressed_kv_layout=compressed,
     )  # fmt: skip
 
 
-def make_runner(pool: Any, *, draft: bool = False) -> Any:
+def make_runner(pool: Any, *, draft: bool = False, device: str = "cpu") -> Any:
     """What the backend asks a model runner for."""
     text = SimpleNamespace(model_type="deepseek_v41", index_topk=512, candidate_topk_blocks=0, candidate_block_size=0)
     return SimpleNamespace(
-        device="cpu",
+        device=device,
         page_size=PAGE,
         model_config=SimpleNamespace(context_len=SLOTS, head_dim=512, v_head_dim=512, hf_text_config=text, hf_config=text),
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, SLOTS, dtype=torch.int32)),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, SLOTS, dtype=torch.int32, device=device)),
         token_to_kv_pool=pool,
         hisparse_coordinator=None,
         spec_algorithm=SpeculativeAlgorithm.EAGLE,
@@ -89,7 +94,10 @@ def make_runner(pool: Any, *, draft: bool = False) -> Any:
 
 
 def fill(pool: Any, layer: int, written: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Write the first `written` slots of both caches of a layer; FP64 [slots, 512] of what each means, by SGLang's inverses."""
+    """Write the first `written` slots of both caches of a layer; FP64 [slots, 512] of what each means, by SGLang's inverses.
+
+    `generator` is one of the CPU, where the rows are made.
+    """
     interleaved = pool.get_swa_key_layout().is_interleaved
     found = [_write(pool.get_swa_key_buffer_radix(layer), PAGE, written, False, interleaved, generator)]
     ratio = RATIOS[layer]
@@ -111,7 +119,7 @@ def _write(buffer: torch.Tensor, rows: int, written: int, fp4: bool, interleaved
     split = flat.view(pages, -1) if interleaved else _block_split(flat.view(pages, rows, -1), values)
     buffer.view(torch.uint8).fill_(0xFF)
     buffer.view(torch.uint8)[:pages, : split.shape[1]] = split
-    return back.reshape(pages * rows, 512)[:written].double()
+    return back.reshape(pages * rows, 512)[:written].double().to(buffer.device)
 
 
 def _block_split(rows: torch.Tensor, values: int) -> torch.Tensor:
@@ -120,10 +128,10 @@ def _block_split(rows: torch.Tensor, values: int) -> torch.Tensor:
 
 def metadata(ratio: int, lists: dict[str, torch.Tensor]) -> Any:
     """SGLang's attention metadata of a step, with the lists of the window and of one ratio."""
-    tokens = len(lists["swa"])
-    none = torch.zeros(tokens, dtype=torch.int32)
+    tokens, device = len(lists["swa"]), lists["swa"].device
+    none = torch.zeros(tokens, dtype=torch.int32, device=device)
     core = deepseek_v4_backend.DSV4AttnMetadata(
-        page_size=PAGE, page_table=none[:, None], raw_out_loc=none, cuda_int32_kwargs={"device": "cpu", "dtype": torch.int32},
+        page_size=PAGE, page_table=none[:, None], raw_out_loc=none, cuda_int32_kwargs={"device": device, "dtype": torch.int32},
         seq_lens_casual=none, positions_casual=none, swa_page_indices=lists["swa"], swa_topk_lengths=lists["swa_lens"],
         index_topk=512, present_ratios=(1, 2), low_ratios=(1, 2),
     )  # fmt: skip
@@ -135,7 +143,7 @@ def metadata(ratio: int, lists: dict[str, torch.Tensor]) -> Any:
 
 def attend(backend: Any, layer: int, q: torch.Tensor, sink: torch.Tensor, mode: ForwardMode) -> torch.Tensor:
     """One layer through SGLang's own forward pass."""
-    k = torch.zeros(len(q), 512, dtype=torch.bfloat16)
+    k = torch.zeros(len(q), 512, dtype=torch.bfloat16, device=q.device)
     batch = SimpleNamespace(forward_mode=mode)
     module = SimpleNamespace(layer_id=layer, tp_q_head_num=q.shape[1], v_head_dim=512)
     out: torch.Tensor = backend.forward(q, k, k, module, batch, RATIOS[layer], save_kv_cache=False, attn_sink=sink)
@@ -152,4 +160,4 @@ def expected(q: torch.Tensor, sink: torch.Tensor, keys: list[torch.Tensor]) -> R
         out.append(weights @ own)
         share.append(weights @ own.abs())
     shapes = [torch.stack(found)[:, None] for found in (out, lse, share)]
-    return Reference(shapes[0], shapes[1], shapes[2], torch.zeros_like(shapes[0]), torch.ones(len(q), 1, 1, dtype=torch.bool))
+    return Reference(shapes[0], shapes[1], shapes[2], torch.zeros_like(shapes[0]), torch.ones(len(q), 1, 1).bool())

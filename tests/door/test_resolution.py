@@ -109,6 +109,18 @@ def test_base(case: str, name: str, models: dict[str, Path], aiter: None) -> Non
     assert said.server.topk == (view.speculative_eagle_topk or 1)
 
 
+@pytest.mark.parametrize("base", ["triton", "fa3"])
+def test_deterministic_inference_keeps_the_prefix_cache(
+    base: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang refuses backends that it does not know in that mode, and takes the prefix cache from some: it must see the base."""
+    monkeypatch.setenv("SGLANG_SPECVERIFY_BASE", base)
+    raw, view = resolve("SM90", arguments("SM90", models, "qwen3", LINES["deterministic"].line))
+    assert (view.attention_backend, raw.attention_backend) == (base, "specverify")
+    assert view.enable_deterministic_inference and not view.disable_radix_cache
+    assert view.sampling_backend == "pytorch"
+
+
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("case", ["no speculation", "chain", "tree", "tree, pages of 16", "MLA"])
 def test_amd_without_aiter(case: str, name: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

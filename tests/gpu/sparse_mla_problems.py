@@ -76,7 +76,16 @@ def build(p: Problem, device: str) -> dict[str, Any]:
         call["swa_lens"] = torch.minimum(lens, call["swa_lens"]) if p.starts else lens
         if p.topk:
             call["main_lens"] = torch.randint(-1, p.topk + 3, (p.batch, p.queries), generator=g, dtype=torch.int32)
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()} | p.extra
+    return {name: moved(value, device) if isinstance(value, torch.Tensor) else value for name, value in call.items()} | p.extra
+
+
+def moved(value: torch.Tensor, device: str) -> torch.Tensor:
+    """`value` on a device, with the same gaps between pages, which `to` alone closes."""
+    if value.is_contiguous():
+        return value.to(device)
+    size = sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    whole = torch.as_strided(value, (size,), (1,))
+    return whole.to(device).as_strided(value.shape, value.stride())
 
 
 def oracle(call: dict[str, Any]) -> Reference:
@@ -113,7 +122,13 @@ def _cache(name: str, rows: int, page_rows: int, layout: str, pad: int, lists: t
     cache = allocate_cache(kind, pages, page_rows, "cpu", stride)
     torch.as_strided(cache, (pages * stride,), (1,)).fill_(0xFF)
     slots = lists.unique()
-    slots = slots[(slots >= 0) & (slots < pages * page_rows)].long()
+    fill_rows(cache, name, page_rows, layout, slots[(slots >= 0) & (slots < pages * page_rows)].long(), g)
+    return cache
+
+
+def fill_rows(cache: torch.Tensor, name: str, page_rows: int, layout: str, slots: torch.Tensor, g: torch.Generator) -> None:
+    """Random finite rows at `slots`, int64 [n] of the pool; `g` is a generator of the CPU."""
+    kind = FORMATS[name]
     if kind.name == "main_kv_fp4":
         values = torch.randint(0, 256, (len(slots), kind.value_bytes), generator=g, dtype=torch.uint8)
         # Scales 2^-3 to 2, some subnormal, some negative.
@@ -124,12 +139,20 @@ def _cache(name: str, rows: int, page_rows: int, layout: str, pad: int, lists: t
         values = torch.randint(0, 256, (len(slots), kind.value_bytes), generator=g, dtype=torch.uint8)
         values = torch.where((values & 0x7F) > 0x44, values & 0xBF, values)
         scales = torch.randint(125, 129, (len(slots), kind.scale_bytes), generator=g, dtype=torch.uint8)
-    page, row = slots // page_rows, (slots % page_rows)[:, None]
-    v_base, v_row, s_base, s_row = row_addressing(kind, page_rows, layout)
-    cache[page[:, None], v_base + row * v_row + torch.arange(kind.value_bytes)] = values
+    v_at, s_at = places(name, page_rows, layout, slots)
+    page = slots // page_rows
+    cache[page[:, None], v_at] = values.to(cache.device)
     if kind.scale_bytes:
-        cache[page[:, None], s_base + row * s_row + torch.arange(kind.scale_bytes)] = scales
-    return cache
+        cache[page[:, None], s_at] = scales.to(cache.device)
+
+
+def places(name: str, page_rows: int, layout: str, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in their pages the bytes of rows lie: int64 [n, value bytes] and [n, scale bytes]."""
+    kind = FORMATS[name]
+    row = (slots % page_rows)[:, None]
+    v_base, v_row, s_base, s_row = row_addressing(kind, page_rows, layout)
+    v_at = v_base + row * v_row + torch.arange(kind.value_bytes, device=slots.device)
+    return v_at, s_base + row * s_row + torch.arange(kind.scale_bytes, device=slots.device)
 
 
 def _sinks(heads: int, g: torch.Generator) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Barrier:
 
 
 class Memory:
-    """One allocation of shared memory: its barriers, and when each place was last written, by which partition or by a copy (None).
+    """One allocation of shared memory: its barriers, and when each place was last written, by which partition or a copy (None).
 
     Its name is that of the first parameter of a partition that it is passed as.
     """
@@ -123,9 +123,11 @@ class Partition:
         self.flights: deque[tuple[list[tuple[Shared, torch.Tensor]], Barrier]] = deque()
 
     def fences(self, shared: Shared) -> bool:
-        """Whether a product of this partition sees all that was written there: a fence of its own or of the writer lies between."""
+        """Whether a product of this partition sees what was written there: behind a fence of its own, or of the writer."""
         assert shared.place is not None
-        return all(at <= max(self.fenced, writer.fenced if writer else 0) for writer, at in shared.memory.written[shared.place].items())
+        return all(
+            at <= max(self.fenced, writer.fenced if writer else 0) for writer, at in shared.memory.written[shared.place].items()
+        )
 
     @property
     def blocked(self) -> bool:

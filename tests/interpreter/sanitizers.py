@@ -29,6 +29,7 @@ from typing import Any
 OPERATIONS = (
     "fused,", "fused_split,", "specialized,", "specialized_split,", "deterministic,", "prepare_step,", "tree_suffix_merge,",
     "gather_suffix_merge,", "snapshot_table,", "merge_states,",
+    "specialized_sparse,", "sparse_decode,", "sparse_quantize,",
 )  # fmt: skip
 
 #: Checker, its options, which calls of the sweep, and its share of what is left of the time.

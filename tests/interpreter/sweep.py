@@ -44,6 +44,7 @@ class Call:
 
 def calls(device: str) -> Iterator[Call]:
     """All of them. Nothing is on the device before one runs."""
+    from tests.interpreter import sweep_sparse_mla
     from tests.interpreter.strategies import draft_call, verify_call
     from tests.kernels.cases import Config
 
@@ -63,6 +64,7 @@ def calls(device: str) -> Iterator[Call]:
                 a = draft_call(one, 4, 1, 3) if kind == "branches" else verify_call(one)
                 for operation, run in _operations(a, device, kind, label):
                     yield Call(operation, kind, str(cache)[6:], label, run)
+    yield from itertools.starmap(Call, sweep_sparse_mla.calls(device))
 
 
 def some(every: list[Call], cases: int) -> list[Call]:

@@ -37,7 +37,7 @@ def emulator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "decode_launches", emulate)
 
 
-@pytest.mark.parametrize(("splits", "keys", "stages", "bf16"), [(1, 64, 2, False), (3, 32, 4, False), (2, 32, 3, True)])
+@pytest.mark.parametrize(("splits", "keys", "stages"), [(1, 64, 2), (3, 32, 4), (2, 32, 3)])
 @pytest.mark.parametrize(
     "p",
     [
@@ -50,13 +50,21 @@ def emulator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda p: f"Sq{p.queries}-H{p.heads}-K{p.topk}",
 )  # fmt: skip
-def test_equals_the_oracle(device: str, p: Problem, splits: int, keys: int, stages: int, bf16: bool) -> None:
+def test_equals_the_oracle(device: str, p: Problem, splits: int, keys: int, stages: int) -> None:
     call = build(p, device)
     out = torch.full(call["q"].shape, float("nan"), dtype=torch.bfloat16, device=device)
     lse = torch.full(call["q"].shape[:3], float("nan"), device=device)
-    config = replace(SPECIALIZED, keys=keys, num_stages=stages, bf16_partials=bf16)
+    config = replace(SPECIALIZED, keys=keys, num_stages=stages)
     deepseek_v41_decode(**call, out=out, lse=lse, splits=splits, config=config)
-    assert rejections(out, lse, oracle(call), bf16_partials=bf16) == []
+    assert rejections(out, lse, oracle(call)) == []
+
+
+@pytest.mark.parametrize("scale", [-0.06, 0.0])
+def test_a_scale_that_is_not_positive(device: str, scale: float) -> None:
+    """The largest score before such a scale is not the largest behind it."""
+    call = {**build(Problem(1, 1, 64, 70, 40, seed=7), device), "bmm1_scale": scale}
+    out, lse = deepseek_v41_decode(**call, splits=1, config=SPECIALIZED)
+    assert rejections(out, lse, oracle(call)) == []
 
 
 def test_every_code_is_decoded_exactly(device: str) -> None:
@@ -116,5 +124,3 @@ def test_what_it_is_not_written_for_is_refused(device: str) -> None:
         deepseek_v41_decode(**{**call, "q": call["q"].to(torch.float8_e4m3fn)}, config=SPECIALIZED)
     with pytest.raises(ArgumentError, match=r"config: got .*value_parts=2"):
         deepseek_v41_decode(**call, config=SparseConfig(keys=64, num_warps=4, specialized=True, value_parts=2))
-    with pytest.raises(ArgumentError, match="bf16_partials only where specialized"):
-        deepseek_v41_decode(**call, config=SparseConfig(bf16_partials=True))

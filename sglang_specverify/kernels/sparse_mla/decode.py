@@ -166,7 +166,7 @@ def decode_launches(
     if a.batch == 0:
         return ()
     split = division.splits > 1
-    partial_out, partial_lse = _partials(a.batch, buffers, division, torch.bfloat16 if config.bf16_partials else torch.float32)
+    partial_out, partial_lse = _partials(a.batch, buffers, division)
     pdl = config.pdl and arch.startswith("sm_")
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     e4m3 = a.contract == "e4m3"
@@ -195,8 +195,6 @@ def decode_launches(
         raise ArgumentError("config", str(config), allowed)
     if config.specialized:
         decode = hopper_launch(a, division, config, grid, inputs, shared, options)
-    elif config.bf16_partials:
-        raise ArgumentError("config", str(config), "bf16_partials only where specialized")
     else:
         tile = {"BLOCK_N": config.keys, "VALUE_PARTS": config.value_parts, "STAGES": config.num_stages,
                 "CONVERSION": (conversion or conversion_of(arch)) if e4m3 else ""}  # fmt: skip
@@ -216,14 +214,13 @@ def decode_launches(
     return decode, reducer
 
 
-def _partials(batch: int, buffers: Buffers, division: Division, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [rows, 512] and LSEs FP32 [rows] of all parts, in the workspace; stand-ins where there are none."""
+def _partials(batch: int, buffers: Buffers, division: Division) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [rows, 512] and LSEs [rows] of all parts in FP32, in the workspace; stand-ins where there are none."""
     if buffers.workspace is None:
         return buffers.lse, buffers.lse
     rows = batch * division.blocks * division.splits * division.block_m
-    outputs = buffers.workspace[: rows * DIM * dtype.itemsize]
-    lses = buffers.workspace[outputs.numel() : outputs.numel() + 4 * rows]
-    return outputs.view(dtype), lses.view(torch.float32)
+    space = buffers.workspace[: 4 * rows * (DIM + 1)].view(torch.float32)
+    return space[: rows * DIM], space[rows * DIM :]
 
 
 def _reads(a: DecodeArguments) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ def hopper_launch(
         raise ArgumentError("config", str(config), allowed)
     second, producers = config.registers
     own = {"SECOND_REGISTERS": second, "PRODUCER_REGISTERS": producers, "KEYS": config.keys, "STAGES": config.num_stages,
-           "POSITIVE": a.bmm1_scale > 0, "BF16_PARTIALS": config.bf16_partials}  # fmt: skip
+           "POSITIVE": a.bmm1_scale > 0}  # fmt: skip
     constants = {name: value for name, value in constants.items() if name != "BLOCK_M"}
     assert division.block_m == config.rows
     return Launch(hopper_kernel, grid, inputs, {**constants, **own}, {"num_warps": 4, **options})

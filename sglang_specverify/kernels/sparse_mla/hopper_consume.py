@@ -83,7 +83,7 @@ def lead(
     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, POSITIVE: gl.constexpr, BF16_PARTIALS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, POSITIVE: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights, and the left half of the output."""
     mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -160,7 +160,7 @@ def lead(
     mbarrier.arrive(p_full.index(stage), count=1)
     finish(
         o, gl.convert_layout(factor, rows_o), q_left.index(0), out, partial_out, queries, heads,
-        out_batch, out_row, out_head, head_blocks, splits, 0, mma_o, TOKENS, SPLIT, BF16_PARTIALS,
+        out_batch, out_row, out_head, head_blocks, splits, 0, mma_o, TOKENS, SPLIT,
     )  # fmt: skip
 
 
@@ -173,7 +173,6 @@ def second(
     out_batch, out_row, out_head, head_blocks, splits,
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, SPLIT: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    BF16_PARTIALS: gl.constexpr,
 ):  # fmt: skip
     """Bring the query rows; then the right half of the output."""
     mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -212,5 +211,5 @@ def second(
     factor = alpha_ring.index(stage).load(rows_o)
     finish(
         o, factor, q_right.index(0), out, partial_out, queries, heads,
-        out_batch, out_row, out_head, head_blocks, splits, HALF, mma_o, TOKENS, SPLIT, BF16_PARTIALS,
+        out_batch, out_row, out_head, head_blocks, splits, HALF, mma_o, TOKENS, SPLIT,
     )  # fmt: skip

@@ -30,7 +30,7 @@ def hopper_kernel(
     SWA_GROUP: gl.constexpr, SWA_PAGE_ROWS: gl.constexpr,
     SWA_ROW: gl.constexpr, SWA_S_BASE: gl.constexpr, SWA_S_ROW: gl.constexpr,
     MAIN_PAGE_ROWS: gl.constexpr, MAIN_ROW: gl.constexpr, MAIN_S_BASE: gl.constexpr, MAIN_S_ROW: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, POSITIVE: gl.constexpr, BF16_PARTIALS: gl.constexpr, PDL: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, POSITIVE: gl.constexpr, PDL: gl.constexpr,
     SECOND_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Arguments of `decode_kernel.py`, with caches, lists and lengths as there; BLOCK_M is 64, KEYS stands for BLOCK_N."""
@@ -70,7 +70,7 @@ def hopper_kernel(
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row,
                     out_batch, out_row, out_head, lse_batch, lse_row, lse_head, head_blocks, splits,
                     TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, HAS_SINK, SPLIT, PDL, KEYS,
-                    STAGES, POSITIVE, BF16_PARTIALS,
+                    STAGES, POSITIVE,
                 ),
             ),
             (
@@ -82,7 +82,6 @@ def hopper_kernel(
                     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row,
                     out_batch, out_row, out_head, head_blocks, splits,
                     TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, SPLIT, KEYS, STAGES,
-                    BF16_PARTIALS,
                 ),
             ),
             (

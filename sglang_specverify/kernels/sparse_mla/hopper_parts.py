@@ -109,7 +109,7 @@ def row_factor(
 @gluon.jit
 def finish(
     o, factor, place, out, partial_out, queries, heads, out_batch, out_row, out_head, head_blocks, splits,
-    first: gl.constexpr, mma_o: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr, BF16_PARTIALS: gl.constexpr,
+    first: gl.constexpr, mma_o: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the columns of a tile of rows; `place` is shared memory of that half's size that nobody reads."""
     HEADS_M: gl.constexpr = ROWS // TOKENS
@@ -118,12 +118,6 @@ def finish(
     result = o * factor[:, None]
     if SPLIT:
         at = ((batch * gl.num_programs(1) + gl.program_id(1)) * splits + gl.program_id(0)) * ROWS
-    if SPLIT and BF16_PARTIALS:
-        place.store(result.to(gl.bfloat16))
-        column = first + gl.arange(0, HALF, gl.SliceLayout(0, copies))
-        at = (at + gl.arange(0, ROWS, gl.SliceLayout(1, copies)))[:, None] * (2 * HALF) + column[None, :]
-        gl.store(partial_out + at, place.load(copies))
-    elif SPLIT:
         rows_o: gl.constexpr = gl.SliceLayout(1, mma_o)
         column = first + gl.arange(0, HALF, gl.SliceLayout(0, mma_o))
         at = (at + gl.arange(0, ROWS, rows_o))[:, None] * (2 * HALF) + column[None, :]

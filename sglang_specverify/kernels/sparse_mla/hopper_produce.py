@@ -32,7 +32,8 @@ def _publish(bias_ring, full, stage, bias):
 @gluon.jit
 def _window_slots(
     slot, swa_starts, swa_lens, tile, begin, end, n, token, queries, swa_width, swa_len_batch, swa_len_row,
-    swa_start_batch, swa_start_row, TOKENS: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr, KEYS: gl.constexpr,
+    swa_start_batch, swa_start_row, TOKENS: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
+    KEYS: gl.constexpr,
 ):  # fmt: skip
     """int32: `slot`, which entries n of window tile `tile` name, but -1 for an entry that no row reads.
 
@@ -135,9 +136,7 @@ def produce(
         swa_start_batch, swa_start_row, TOKENS, HAS_STARTS, HAS_SWA_LENS, KEYS,
     )  # fmt: skip
     valid = (slot >= 0) & (slot < swa_capacity)
-    codes, scales = window_bytes(
-        swa, slot, valid, swa_page, 0, eight, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW
-    )
+    codes, scales = window_bytes(swa, slot, valid, swa_page, 0, eight, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW)
     for j in range(0, swa_tiles):
         right, right_scales = window_bytes(
             swa, slot, valid, swa_page, 1, eight, SWA_GROUP, SWA_PAGE_ROWS, SWA_ROW, SWA_S_BASE, SWA_S_ROW

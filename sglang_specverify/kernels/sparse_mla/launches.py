@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang_specverify.kernels.sparse_mla.splits import Costs, SparseConfig, parts_of
+from sglang_specverify.kernels.sparse_mla.splits import Costs, SparseConfig, microseconds, parts_of
 
-#: Tiles of 32 keys and four of them in shared memory: the first products start after half as many rows, and keys can be divided
-#: into twice as many parts. The costs describe what was measured of both tiles in `benchmarks/results/sparse-mla-h200.json` (64
-#: heads, one query row) to 15 %, and pick the fastest number of parts of each point. Other heads and rows were not measured.
+#: Tiles of 64 keys: shared memory serves the products of 64 columns best, and two such tiles fit it. The costs describe what was
+#: measured of both tiles in `benchmarks/results/sparse-mla-h200.json` (64 heads, one query row) to 15 %, and pick the tile and
+#: the number of parts of each point. Other heads and rows were not measured.
 _HOPPER = SparseConfig(
-    keys=32, num_warps=4, num_stages=4, specialized=True, pdl=True,
-    costs=Costs(start=4.5, tile=1.9, combine=1.5, part=0.035, rows=0.055),
+    keys=64, num_warps=4, num_stages=2, specialized=True, pdl=True,
+    costs=Costs(start=6.0, tile=2.6, combine=0.7, part=0.035, rows=0.05),
 )  # fmt: skip
-#: Tiles of 64 keys: half as many waits for a barrier, and slightly less to do for each key.
-_HOPPER_WIDE = replace(_HOPPER, keys=64, num_stages=2, costs=Costs(start=4.3, tile=3.6, combine=1.5, part=0.035, rows=0.055))
-#: Entries of the lists up to which the wider tiles are as fast or faster where keys are not divided.
-_WIDE_ENTRIES = 256
+#: Tiles of 32: the first products start after half as many rows, and keys can be divided into twice as many parts.
+_HOPPER_NARROW = replace(_HOPPER, keys=32, num_stages=4, costs=Costs(start=5.0, tile=1.75, combine=0.7, part=0.035, rows=0.05))
 #: The columns of the output go to four programs, so that their sums fit the registers of 4 warps beside what decoding takes.
 _TRITON = SparseConfig(keys=16, num_warps=4, value_parts=4, pdl=True)
 #: The e4m3 contract: sums lie in tensor memory, and eight warps can hold all columns while they rescale them, so that a row is
@@ -54,15 +52,20 @@ def config_of(arch: str, tiles: int, programs: int, entries: int, bf16: bool = T
 
     Where 8 programs a tile fit, keys are divided and the columns of the output too: the scores are then computed several
     times, by multiprocessors that had nothing to do, and what each part writes and the reducer reads is a fraction. Hopper's
-    kernel never divides columns; few keys that are not worth dividing go to its wider tiles.
+    kernel never divides columns; of its two tiles it takes the one that is expected to be faster.
     """
     small, large = (E4M3_CONFIGS if contract == "e4m3" else CONFIGS)[arch]
     if not bf16:
         # Hopper's kernel copies q as it is.
         small, large = (_TRITON if one.specialized else one for one in (small, large))
     chosen = small if 8 * tiles <= programs else large
-    if chosen is _HOPPER and entries <= _WIDE_ENTRIES:
-        parts = (parts_of(tiles, -(-entries // one.keys), programs, one) for one in (_HOPPER, _HOPPER_WIDE))
-        if max(parts) == 1:
-            return _HOPPER_WIDE
+    if chosen is _HOPPER:
+        return min((_HOPPER, _HOPPER_NARROW), key=lambda one: _expected(one, tiles, programs, entries))
     return chosen
+
+
+def _expected(config: SparseConfig, tiles: int, programs: int, entries: int) -> float:
+    """Microseconds of a call with the parts that `config` would divide it into."""
+    assert config.costs is not None
+    keys = -(-entries // config.keys)
+    return microseconds(tiles, keys, parts_of(tiles, keys, programs, config), programs, config.costs)

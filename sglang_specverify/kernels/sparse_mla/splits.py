@@ -48,7 +48,6 @@ class SparseConfig:
         value_parts: programs among which the 512 output columns are divided, each of which computes all scores: 1, 2, 4 or 8.
         pdl: start the reducer, and this kernel after the one before it, early (programmatic dependent launch).
         specialized: Hopper's kernel with specialised warps, where the call is one that it serves; it takes 64 keys a tile, or 32.
-        bf16_partials: it writes outputs of parts in bf16, half the bytes for one rounding more.
         registers: of a thread of its second consumer and of its producers.
         reduce_rows, reduce_columns, reduce_warps: tile of the reducer.
         costs: decide how many parts the keys have; None for as many as there is room for.
@@ -61,7 +60,6 @@ class SparseConfig:
     value_parts: int = 1
     pdl: bool = False
     specialized: bool = False
-    bf16_partials: bool = False
     registers: tuple[int, int] = (160, 80)
     reduce_rows: int = 1
     reduce_columns: int = 512

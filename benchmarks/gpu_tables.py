@@ -1,0 +1,68 @@
+"""Tables of what `tests/gpu` ran on a GPU; `docs.py` puts them where pages ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def sparse_mla_cases(results: dict[str, Any]) -> list[str]:
+    """Checks of sparse MLA decode by row, beside each other for the two types of queries, and the random calls."""
+    rows = {(row["query"], row["row"]): row for row in results["rows"]}
+    queries = sorted({query for query, _ in rows})
+    names = list(dict.fromkeys(name for _, name in rows))
+    heads = [f"{query} Q: {_kernels([rows[key] for key in rows if key[0] == query])}" for query in queries]
+    lines = [f"| checks against the oracle | {' | '.join(heads)} |", "|---|" + "---|" * len(queries)]
+    for name in names:
+        cells = [_checks(rows.get((query, name))) for query in queries]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    cells = [_checks(results["random"].get(query)) for query in queries]
+    lines.append(f"| random calls | {' | '.join(cells)} |")
+    wrong = [f"{row['query']}, {row['row']}: {text}" for row in results["rows"] for text in row["problems"]]
+    wrong += [f"{query}, random calls: {text}" for query, one in results["random"].items() for text in one["problems"]]
+    return lines + _below([*wrong, *results["processes that failed"]], results["not run"])
+
+
+def dsv4_seam(results: dict[str, Any]) -> list[str]:
+    """Rows of the seam into SGLang's dsv4 backend."""
+    lines = ["| SGLang's dsv4 backend | checks | |", "|---|---|---|"]
+    for row in results["rows"]:
+        state = {True: "ok", False: "**FAILED**", None: f"not run: {row['reason']}"}[row["ok"]]
+        lines.append(f"| {row['name']} | {row['checks']} | {state} |")
+    wrong = [f"{row['name']}: {' '.join(row['reason'].split())}" for row in results["rows"] if row["ok"] is False]
+    return lines + _below(wrong, results["not run"])
+
+
+def deterministic_server(results: dict[str, Any]) -> list[str]:
+    """Requests alone and in batches, of each server."""
+    lines = [
+        "| server | requests | batches | answers compared | requests that differ | sampled with a seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    wrong = []
+    for name, server in results["servers"].items():
+        wrong += [f"{name}: {' '.join(problem.split())}" for problem in server["problems"]]
+        greedy, sampled = server.get("greedy"), server.get("sampled with a seed", {})
+        if greedy is None:
+            lines.append(f"| {name} **FAILED** | | | | | |")
+            continue
+        failed = " **FAILED**" if server["problems"] else ""
+        counts = [greedy[key] for key in ("of", "batches", "compared", "differing requests")]
+        seeded = f"{sampled['differing requests']} of {sampled['of']}" if "of" in sampled else "not run"
+        lines.append(f"| {name}{failed} | {' | '.join(map(str, counts))} | {seeded} |")
+    return lines + _below(wrong, [])
+
+
+def _kernels(rows: list[dict[str, Any]]) -> str:
+    """The kernels that attended; the reducer is every one's."""
+    return ", ".join(sorted({name for row in rows for name in row["kernels"]} - {"combine_kernel"}))
+
+
+def _checks(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not run"
+    return f"{row['checks']}{' **FAILED**' if row['problems'] else ''}"
+
+
+def _below(wrong: list[str], missing: list[str]) -> list[str]:
+    lines = [line for text in wrong for line in ("", f"FAILED: {text}")]
+    return [*lines, "", f"Not run: {', '.join(missing)}."] if missing else lines

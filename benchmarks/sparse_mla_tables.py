@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from benchmarks.sparse_mla_points import BATCHES, TOPKS, WINDOW, Point
@@ -62,6 +64,19 @@ def peers(results: dict[str, Any]) -> list[str]:
             ratio = _both(times_faster(row, "warm"), times_faster(row, "cold"), 2)
             lines.append(f"| {batch} | {topk} | {' | '.join(cells)} | {ratio} |")
     return lines
+
+
+def profile(results: dict[str, Any]) -> list[str]:
+    """Cycles of the steps of a tile, medians, and what ncu says of the whole kernel."""
+    lines = ["| who | cycles of a tile |", "|---|---|"]
+    for who in ("lead", "producer"):
+        steps, at = results["clocks"][who]["steps"], results["clocks"][who]["at"]
+        cycles = [round(median(row[n + 1] - row[n] for row in at)) for n in range(len(steps))]
+        whole = round(median(after[0] - before[0] for before, after in pairwise(at)))
+        text = ", ".join(f"{step} {n}" for step, n in zip(steps, cycles, strict=True))
+        lines.append(f"| {who} | {text}; from tile to tile {whole} |")
+    found = "; ".join(f"{name} {value}" for name, value in results["ncu"].items())
+    return [*lines, "", f"Of the whole kernel, by ncu: {found}."]
 
 
 def _both(warm: float | None, cold: float | None, digits: int) -> str:

@@ -76,19 +76,27 @@ def calls_for(one_us: float, layers: int) -> int:
 
 
 def capture(call: Callable[[int], Any], layers: int) -> Replay:
-    """Capture `call(0)`, `call(1)`, … over `layers` layers and round again. The first calls, uncaptured, say how many."""
+    """Capture `call(0)`, `call(1)`, … over `layers` layers and round again. A capture of one call says how many."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call(0)
-        one = min(elapsed_us(lambda: call(layers - 1)) for _ in range(2))
     torch.cuda.current_stream().wait_stream(stream)
+    # Replayed: of a call that is not captured, events would also see how long Python takes to enqueue it.
+    probe = _captured(call, [layers - 1])
+    one = min(elapsed_us(probe) for _ in range(3))
     calls = calls_for(one, layers)
+    replay = _captured(call, [number % layers for number in range(calls)])
+    return Replay(lambda: elapsed_us(replay) / calls, calls, ROUNDS if one < SLOW_US else SLOW_ROUNDS)
+
+
+def _captured(call: Callable[[int], Any], layers: Sequence[int]) -> Callable[[], None]:
+    """Replays one call for each of `layers`, of one graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for number in range(calls):
-            call(number % layers)
-    return Replay(lambda: elapsed_us(graph.replay) / calls, calls, ROUNDS if one < SLOW_US else SLOW_ROUNDS)
+        for layer in layers:
+            call(layer)
+    return graph.replay
 
 
 def elapsed_us(work: Callable[[], Any]) -> float:

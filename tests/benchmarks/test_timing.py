@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from benchmarks import timing
 from benchmarks.timing import Replay
 
@@ -54,3 +61,24 @@ def test_calls_fill_a_replay_and_visit_every_layer_unless_that_takes_too_long() 
     assert timing.calls_for(1000.0, 60) == 20
     assert timing.calls_for(1e6, 60) == 1
     assert timing.calls_for(1.0, 1) == timing.MOST_CALLS
+
+
+def test_what_python_takes_to_enqueue_a_call_is_no_part_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 10 us on the device and 500 in Python: a graph of it lasts what one should last."""
+    captured: list[list[int]] = []
+
+    def graph_of(call: Callable[[int], Any], layers: Sequence[int]) -> Callable[[], float]:
+        captured.append(list(layers))
+        return lambda: 10.0 * len(layers)
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(timing.torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(timing.torch.cuda, "stream", lambda chosen: nullcontext())
+    monkeypatch.setattr(timing, "_captured", graph_of)
+    monkeypatch.setattr(timing, "elapsed_us", lambda work: work())
+    replay = timing.capture(lambda layer: 500.0, 4)
+    assert captured[0] == [3]
+    assert replay.calls == len(captured[1]) == round(timing.REPLAY_US / 10.0)
+    assert captured[1][:5] == [0, 1, 2, 3, 0]
+    assert replay.run() == 10.0

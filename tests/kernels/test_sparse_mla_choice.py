@@ -17,8 +17,7 @@ from sglang_specverify.kernels.sparse_mla.splits import MAX_PROGRAMS, Costs, Spa
 
 MEASURED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sparse-mla-h200.json").read_text())
 PROGRAMS = 132
-HOPPER = CONFIGS["sm_90"][0]
-WIDE = config_of("sm_90", 128, PROGRAMS, 128)
+HOPPER, WIDE = CONFIGS["sm_90"]
 
 
 def hopper_points() -> dict[tuple[int, int], list[dict[str, Any]]]:
@@ -74,16 +73,20 @@ def test_more_programs_than_a_workspace_holds_are_not_used() -> None:
     assert parts_of(60, 20, 4 * MAX_PROGRAMS, HOPPER) * 60 <= MAX_PROGRAMS
 
 
-def test_wide_tiles_are_for_few_keys_that_are_not_divided() -> None:
-    wide = config_of("sm_90", 64, PROGRAMS, 256)
-    assert (wide.keys, wide.num_stages) == (64, 2)
-    assert config_of("sm_90", 64, PROGRAMS, 257) is HOPPER
-    assert config_of("sm_90", 8, PROGRAMS, 256) is HOPPER, "these are divided"
+def test_the_tile_is_the_one_that_costs_less() -> None:
+    """Small ones where keys are divided finely, large ones where each program has many."""
+    assert (HOPPER.keys, HOPPER.num_stages, WIDE.keys, WIDE.num_stages) == (32, 4, 64, 2)
+    assert config_of("sm_90", 1, PROGRAMS, 640) is HOPPER
+    assert config_of("sm_90", 128, PROGRAMS, 640) is WIDE
     for tiles in (1, 8, 32, 64, 128, 500):
         for entries in (128, 133, 256, 640):
             config = config_of("sm_90", tiles, PROGRAMS, entries)
-            division = divide(tiles, 1, 64, entries, 0, config, PROGRAMS, packed=False, shared_main=True)
-            assert config is HOPPER or division.splits == 1
+            costs = {}
+            for one in (HOPPER, WIDE):
+                assert one.costs is not None
+                keys = divide(tiles, 1, 64, entries, 0, one, PROGRAMS, packed=False, shared_main=True)
+                costs[one] = microseconds(tiles, keys.tiles, keys.splits, PROGRAMS, one.costs)
+            assert costs[config] == min(costs.values())
 
 
 @pytest.mark.parametrize("arch", sorted(CONFIGS))
@@ -113,7 +116,7 @@ def test_the_table_says_what_was_not_run() -> None:
     elsewhere = "| 1 | 512 | 32 | 20 | not run | not run | 7.0 | not run | not run |"
     results["times"] = [taken | {"parts": 10}]
     assert sparse_mla_tables.variants(results)[2:] == [elsewhere]
-    results = {"variants": {"a": results["variants"]["a"] | {"ahead": True}}, "times": [taken]}
+    results = {"variants": {"a": results["variants"]["a"] | {"pdl": False}}, "times": [taken]}
     assert sparse_mla_tables.variants(results)[2:] == [elsewhere]
 
 

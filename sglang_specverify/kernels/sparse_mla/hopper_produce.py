@@ -22,8 +22,7 @@ def _place(ring, stage, KEYS: gl.constexpr):
 def _publish(bias_ring, full, stage, bias):
     """Hand a tile's decoded rows to the consumers, with which of them count."""
     bias_ring.index(stage).store(bias)
-    # wgmma reads through another path than these writes, which must see them: of all threads, before the arrival of one. The
-    # fence waits for loads in flight too: what is asked for shortly before it is not read ahead.
+    # wgmma reads through another path than these writes, which must see them: of all threads, before the arrival of one.
     fence_async_shared()
     barrier()
     mbarrier.arrive(full.index(stage), count=1)

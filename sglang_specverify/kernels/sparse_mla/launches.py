@@ -11,10 +11,10 @@ from sglang_specverify.kernels.sparse_mla.splits import Costs, SparseConfig, mic
 #: the number of parts of each point. Other heads and rows were not measured.
 _HOPPER = SparseConfig(
     keys=64, num_warps=4, num_stages=2, specialized=True, pdl=True,
-    costs=Costs(start=6.0, tile=2.6, combine=0.7, part=0.035, rows=0.05),
+    costs=Costs(start=5.5, tile=2.6, combine=0.55, part=0.0425, rows=0.026),
 )  # fmt: skip
 #: Tiles of 32: the first products start after half as many rows, and keys can be divided into twice as many parts.
-_HOPPER_NARROW = replace(_HOPPER, keys=32, num_stages=4, costs=Costs(start=5.0, tile=1.75, combine=0.7, part=0.035, rows=0.05))
+_HOPPER_NARROW = replace(_HOPPER, keys=32, num_stages=4, costs=Costs(start=4.4, tile=1.84, combine=0.55, part=0.0425, rows=0.026))
 #: The columns of the output go to four programs, so that their sums fit the registers of 4 warps beside what decoding takes.
 _TRITON = SparseConfig(keys=16, num_warps=4, value_parts=4, pdl=True)
 #: The e4m3 contract: sums lie in tensor memory, and eight warps can hold all columns while they rescale them, so that a row is
@@ -27,7 +27,7 @@ _INTERPRETED = SparseConfig(rows=16, keys=16, reduce_rows=16)
 #: By architecture: for calls whose rows leave multiprocessors idle, and for those that fill them. Measured on sm_90 alone;
 #: elsewhere compiled, and which is fastest is not known.
 CONFIGS: dict[str, tuple[SparseConfig, SparseConfig]] = {
-    "sm_90": (_HOPPER, _HOPPER),
+    "sm_90": (_HOPPER_NARROW, _HOPPER),
     "sm_100": (_TRITON, _TRITON),
     "sm_103": (_TRITON, _TRITON),
     "sm_107": (_TRITON, _TRITON),
@@ -52,16 +52,15 @@ def config_of(arch: str, tiles: int, programs: int, entries: int, bf16: bool = T
 
     Where 8 programs a tile fit, keys are divided and the columns of the output too: the scores are then computed several
     times, by multiprocessors that had nothing to do, and what each part writes and the reducer reads is a fraction. Hopper's
-    kernel never divides columns; of its two tiles it takes the one that is expected to be faster.
+    kernel never divides columns; of its two tiles it takes the one that is expected to be faster, whatever fits.
     """
     small, large = (E4M3_CONFIGS if contract == "e4m3" else CONFIGS)[arch]
     if not bf16:
         # Hopper's kernel copies q as it is.
         small, large = (_TRITON if one.specialized else one for one in (small, large))
-    chosen = small if 8 * tiles <= programs else large
-    if chosen is _HOPPER:
-        return min((_HOPPER, _HOPPER_NARROW), key=lambda one: _expected(one, tiles, programs, entries))
-    return chosen
+    if small.costs is not None:
+        return min((large, small), key=lambda one: _expected(one, tiles, programs, entries))
+    return small if 8 * tiles <= programs else large
 
 
 def _expected(config: SparseConfig, tiles: int, programs: int, entries: int) -> float:

@@ -115,6 +115,7 @@ def fused_launch(
     queries = problem.queries or 1
     tree = tree_of(problem)
     windowed = problem.window >= 0
+    peel = bool(config.peel) and not merge and not windowed
     positions = verify.positions if verify is not None and windowed and problem.kind != "chain" else None
     slots = None if draft is None else draft.draft_slots
     return Launch(
@@ -171,11 +172,13 @@ def fused_launch(
             "SPLIT": split is not None,
             "MERGE": merge,
             # A loop of its own for what needs no mask pays where the prefix is long; a window masks everything.
-            "PEEL": bool(config.peel) and not merge and not windowed,
+            "PEEL": peel,
             "SIGNED": k_scale is not None or scale <= 0.0,
             "AHEAD": config.max_registers == 0,
-            # Parts that the combining program reads at once: as many as some 96 registers a thread hold.
-            "COMBINE": max(1, min(8, 96 * 32 * config.num_warps // (config.block_m * padded(problem.v_head_dim)))),
+            # Where one loop does all, its tiles must not wait for their slots either. A tree's would need its masks ahead too.
+            "EDGE_AHEAD": config.max_registers == 0 and not (peel or merge or windowed or tree is not None),
+            "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim),
+            "PDL": config.pdl_on(arch),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_D": padded(problem.head_dim),
@@ -183,6 +186,14 @@ def fused_launch(
         },
         options=config.options(arch),
     )
+
+
+def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> int:
+    """Parts that the combining program reads at once, a power of two: what its registers hold beside some 96 for the rest."""
+    registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
+    numbers = (registers - 96) * 32 * config.num_warps
+    most = max(1, min(16, numbers // (config.block_m * padded(v_head_dim))))
+    return 1 << (most.bit_length() - 1)
 
 
 def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Values of KIND. A tree comes as bits, whatever layout its mask has: `plan_kernel.py` packs them.
 CHAIN, TREE, BRANCHES = 0, 1, 2
@@ -54,6 +55,29 @@ def _wanted_slots(table_row, n, exists, wanted, slot_map, PAGE_SIZE: tl.constexp
         slot = tl.where(wanted & (page >= 0), page * PAGE_SIZE + n % PAGE_SIZE, -1)
     if HAS_SLOT_MAP:
         slot = tl.load(slot_map + slot, mask=slot >= 0, other=-1).to(tl.int64)
+    return slot
+
+
+@triton.jit
+def _edge_slots(
+    table_row, start, prefix, stop, slot_map, drafted, draft_branch, draft_step, branch_keys,
+    KIND: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """int64 cache slots of the keys start to start + BLOCK_N - 1 of a chain or of branches, -1 from `stop` on.
+
+    `drafted`: a request's draft slots, for branches.
+    """
+    n = start + tl.arange(0, BLOCK_N)
+    exists = n < stop
+    if KIND == 2:
+        j = n - prefix
+        slot = _wanted_slots(table_row, n, exists & (j < 0), exists & (j < 0), None, PAGE_SIZE, False)
+        at = drafted + (j // branch_keys).to(tl.int64) * draft_branch + (j % branch_keys) * draft_step
+        slot = tl.where(j < 0, slot, tl.load(at, mask=exists & (j >= 0), other=-1).to(tl.int64))
+        if HAS_SLOT_MAP:
+            slot = tl.load(slot_map + slot, mask=slot >= 0, other=-1).to(tl.int64)
+    else:
+        slot = _wanted_slots(table_row, n, exists, exists, slot_map, PAGE_SIZE, HAS_SLOT_MAP)
     return slot
 
 
@@ -133,7 +157,7 @@ def verify_attention_kernel(
     PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr,
-    COMBINE: tl.constexpr,
+    EDGE_AHEAD: tl.constexpr, COMBINE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head of one request, over its prefix or a split of it, and its drafts.
@@ -143,8 +167,13 @@ def verify_attention_kernel(
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
+    EDGE_AHEAD: so does the loop with masks. COMBINE: parts that are combined at once. PDL: launched before the kernel in front
+    of it has ended.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
+    if PDL:
+        # Before the first read: the kernel in front may have written any of the arguments, the plan too.
+        gdc_wait()
     tile = tl.program_id(0)
     head = tl.program_id(1)
     item = tl.program_id(2)
@@ -281,6 +310,14 @@ def verify_attention_kernel(
         if BLOCK_N > 64:
             bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
 
+    if EDGE_AHEAD:
+        drafted_at = draft_slots
+        if KIND == 2:
+            drafted_at = draft_slots + request.to(tl.int64) * draft_row
+        edge = _edge_slots(
+            table_row, begin, prefix, stop, slot_map, drafted_at, draft_branch, draft_step, branch_keys,
+            KIND, PAGE_SIZE, HAS_SLOT_MAP, BLOCK_N,
+        )  # fmt: skip
     for start in tl.range(begin, stop, BLOCK_N):
         n = start + local
         # A key that nobody sees is not read: what it holds may be NaN, and 0 * NaN is NaN.
@@ -305,7 +342,13 @@ def verify_attention_kernel(
             bits = _tree_word(row_words, word, tree_words, is_row, prefix - base, MERGE)
             if BLOCK_N > 64:
                 bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
-        if KIND == 2:
+        if EDGE_AHEAD:
+            slot = edge
+            edge = _edge_slots(
+                table_row, start + BLOCK_N, prefix, stop, slot_map, drafted_at, draft_branch, draft_step, branch_keys,
+                KIND, PAGE_SIZE, HAS_SLOT_MAP, BLOCK_N,
+            )  # fmt: skip
+        elif KIND == 2:
             j = n - prefix
             slot = _wanted_slots(table_row, n, exists & (j < 0), wanted & (j < 0), None, PAGE_SIZE, False)
             own = draft_slots + request.to(tl.int64) * draft_row + (j // branch_keys).to(tl.int64) * draft_branch
@@ -343,6 +386,8 @@ def verify_attention_kernel(
         else:
             m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
 
+    if PDL:
+        gdc_launch_dependents()
     if SPLIT:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if num_splits > 1:
             # This split's output and LSE, normalised, in a place of its own.
@@ -360,32 +405,31 @@ def verify_attention_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
                 return
             tl.store(counter, 0)
-            # Several parts at a time, so that they are read together. The LSE is a column and not a row, so that each thread
-            # reads what it multiplies with and nothing changes its layout.
+            # COMBINE parts are one tile, so that all of them are on their way before the first is used: read one behind the
+            # other, each group of three or four that the compiler keeps together would wait for the second-level cache.
             stride = heads.to(tl.int64) * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
-            is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
-            lse_parts = partial_lse + at * BLOCK_M + lane[:, None]
+            is_lane = tile * BLOCK_M + lane < count * GROUP
+            lse_parts = partial_lse + at * BLOCK_M + lane
             out_parts = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
-            peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
-            weights = tl.zeros([BLOCK_M, 1], tl.float32)
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             for first in tl.range(0, num_splits, COMBINE):
-                for u in tl.static_range(COMBINE):
-                    there = is_lane & (first + u < num_splits)
-                    lse_at_part = lse_parts + (first + u) * stride * BLOCK_M
-                    out_at_part = out_parts + (first + u) * stride * (BLOCK_M * BLOCK_DV)
-                    part_lse = tl.load(lse_at_part, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    part = tl.load(out_at_part, mask=there, other=0.0, cache_modifier=".cg")
-                    new_peak = tl.maximum(peak, part_lse)
-                    base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                    alpha_1 = tl.exp2(peak - base_1)
-                    weight_1 = tl.exp2(part_lse - base_1)
-                    weights = weights * alpha_1 + weight_1
-                    acc = acc * alpha_1 + part * weight_1
-                    peak = new_peak
-            m = tl.max(peak, 1)
-            total = tl.sum(weights, 1)
+                u = first + tl.arange(0, COMBINE)
+                there = (u < num_splits)[:, None] & is_lane[None, :]
+                place = u.to(tl.int64) * stride
+                lse_at_part = lse_parts[None, :] + (place * BLOCK_M)[:, None]
+                part_lse = tl.load(lse_at_part, mask=there, other=float("-inf"), cache_modifier=".cg")
+                out_at_part = out_parts[None, :, :] + (place * (BLOCK_M * BLOCK_DV))[:, None, None]
+                part = tl.load(out_at_part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+                m_new = tl.maximum(m, tl.max(part_lse, 0))
+                base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha_1 = tl.exp2(m - base_1)
+                weight_1 = tl.exp2(part_lse - base_1[None, :])
+                total = total * alpha_1 + tl.sum(weight_1, 0)
+                acc = acc * alpha_1[:, None] + tl.sum(part * weight_1[:, :, None], 0)
+                m = m_new
 
     # Addresses are made here: before the loops they would hold registers throughout.
     if HAS_LSE:

@@ -30,6 +30,9 @@ class LaunchConfig:
         amd: options for AMD's compiler, by the names of `AMD_OPTIONS`; must be empty on NVIDIA.
         peel: 1 for a loop of its own over the part of the prefix that needs no mask, which pays where that is long.
         max_registers: limit on NVIDIA, so that more programs fit; 0 for none.
+        combine: parts of a prefix that the combining program reads at once, a power of two; 0 for what its registers hold.
+        min_part: keys of a prefix's shortest part, a multiple of 128; 0 for `plan.MIN_CHUNKS`. Deterministic divisions ignore it.
+        pdl: 1 to be launched before the kernel in front has ended, on NVIDIA from Hopper on (programmatic dependent launch).
     """
 
     block_m: int
@@ -40,13 +43,21 @@ class LaunchConfig:
     amd: tuple[tuple[str, int], ...] = ()
     peel: int = 1
     max_registers: int = 0
+    combine: int = 0
+    min_part: int = 0
+    pdl: int = 0
+
+    def pdl_on(self, arch: str) -> bool:
+        return bool(self.pdl) and arch.startswith(("sm_9", "sm_10", "sm_12"))
 
     def options(self, arch: str) -> dict[str, int]:
         """Compiler options for `arch`: those of AMD only where it is one of AMD's."""
         common = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if arch.startswith("gfx"):
             return common | dict(self.amd)
-        return common | {"maxnreg": self.max_registers} if self.max_registers else common
+        if self.max_registers:
+            common |= {"maxnreg": self.max_registers}
+        return common | {"launch_pdl": True} if self.pdl_on(arch) else common
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import gate, inputs, record, timing
 from benchmarks.arms import Arm, Call
-from benchmarks.latency_arms import ABLATIONS, CANDIDATES, Candidate, applies, planned
+from benchmarks.latency_arms import ABLATIONS, CANDIDATES, Candidate, planned
 from benchmarks.measure import why
 from benchmarks.points import Point
 from benchmarks.stock import FLASH_ATTENTION
@@ -48,15 +48,13 @@ _SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
 TINY = (Point("chain", 1, 4, 530, **_SHAPE), Point("draft", 2, 3, 300, **_SHAPE))
 #: What makes every kernel compile: launch configurations depend on the batch.
 SHAPES = tuple(Point(kind, batch, width, 1024) for kind, width in (("chain", 4), ("draft", 8)) for batch in (1, 4))  # type: ignore[arg-type]
-#: Names of candidates that one process compiles.
-_TOGETHER = 2
 #: Few rounds: the arms are many and alike.
 _ROUNDS = 7
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="result file, written after every point")
+    parser.add_argument("--out", type=Path, default=Path("latency.json"), help="result file, written after every point")
     parser.add_argument("--seconds", type=float, default=90.0, help="start no point after this")
     parser.add_argument("--before", type=Path, help="a fused_kernel.py of another commit, to be timed as the arm `before`")
     parser.add_argument("--only", default="", help="names of candidates, with commas between; all if left out")
@@ -67,16 +65,16 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(CANDIDATES)
     chosen = {name: CANDIDATES[name] for name in names}
     device = torch.device(options.device)
+    kernel = None if options.before is None else kernel_of(options.before)
     if options.compile:
         for point in SHAPES:
             made = inputs.make(point, device, most_layers=1)
             for candidate in chosen.values():
-                if applies(candidate, made):
-                    planned(made, candidate)(0)
+                planned(made, candidate, kernel=kernel)(0)
         torch.cuda.synchronize()
         return
     tiny = device.type != "cuda"
-    jobs = [] if tiny else _compilers(names, options.out)
+    jobs = [] if tiny else _compilers(names, options.before)
     results: dict[str, Any] = {"candidates": {name: asdict(each) for name, each in chosen.items()}, "points": []}
     _wait(jobs, begin + 0.5 * options.seconds)
     print(f"compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
@@ -84,16 +82,18 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             print("out of time before", point.name, flush=True)
             break
-        row = measure(point, chosen, options.before, device)
+        row = measure(point, chosen, kernel, device)
         results["points"].append(row)
         print(*lines(row), f"  ({time.monotonic() - begin:.0f} s)", sep="\n", flush=True)
         record.write(options.out, results)
 
 
-def _compilers(names: list[str], out: Path) -> list[subprocess.Popen[bytes]]:
-    parts = [names[start : start + _TOGETHER] for start in range(0, len(names), _TOGETHER)]
-    command = [sys.executable, "-m", "benchmarks.latency", "--out", str(out), "--compile", "--only"]
-    return [subprocess.Popen([*command, ",".join(part)]) for part in parts]
+def _compilers(names: list[str], before: Path | None) -> list[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "benchmarks.latency", "--compile", "--only"]
+    jobs = [[*command, name] for name in names]
+    if before is not None:
+        jobs.append([*command, "default", "--before", str(before)])
+    return [subprocess.Popen(job) for job in jobs]
 
 
 def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
@@ -108,17 +108,20 @@ def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
             print("compiling failed:", " ".join(map(str, job.args)), flush=True)  # type: ignore[arg-type]
 
 
-def measure(point: Point, chosen: dict[str, Candidate], before: Path | None, device: torch.device) -> dict[str, Any]:
-    """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none."""
+def measure(point: Point, chosen: dict[str, Candidate], before: Any, device: torch.device) -> dict[str, Any]:
+    """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none.
+
+    Args:
+        before: the fused kernel of another commit, or None.
+    """
     made = inputs.make(point, device)
     row: dict[str, Any] = {"name": point.name, "point": point.as_dict(), "layers": made.layers, "arms": {}, "ablations": {}}
     samples = gate.samples(made)
     builders: dict[str, tuple[str, Callable[[], Call]]] = {}
     for name, candidate in chosen.items():
-        if applies(candidate, made):
-            builders[name] = ("arms", lambda candidate=candidate: planned(made, candidate))  # type: ignore[misc]
+        builders[name] = ("arms", lambda candidate=candidate: planned(made, candidate))  # type: ignore[misc]
     if before is not None:
-        builders["before"] = ("arms", lambda: planned(made, CANDIDATES["default"], kernel=kernel_of(before)))
+        builders["before"] = ("arms", lambda: planned(made, CANDIDATES["default"], kernel=before))
     for arm in _stock(point):
         builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
     for name in ("default", "one loop"):

@@ -31,12 +31,10 @@ class Candidate:
     Attributes:
         changes: fields of `LaunchConfig`.
         programs_per_sm: programs that the plan fills each multiprocessor with; the configuration's where 0.
-        most_rows: only for calls of so many packed rows.
     """
 
     changes: dict[str, int] = field(default_factory=dict)
     programs_per_sm: int = 0
-    most_rows: int = 1 << 30
 
 
 _SMALL = {"block_n": 128, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 1}
@@ -61,10 +59,6 @@ CANDIDATES: dict[str, Candidate] = {
     ),
     "2 programs of 1, one loop": Candidate(_SMALL | {"block_n": 64, "num_stages": 4, "peel": 0}, programs_per_sm=2),
 }  # fmt: skip
-
-
-def applies(candidate: Candidate, made: Inputs) -> bool:
-    return made.point.width * (made.point.q_heads // made.point.kv_heads) <= candidate.most_rows
 
 
 def planned(made: Inputs, candidate: Candidate, *, tamper: Callable[[Plan], None] | None = None, kernel: Any = None) -> Call:

@@ -189,10 +189,10 @@ def fused_launch(
 
 
 def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> int:
-    """Parts that the combining program reads at once, a power of two: what its registers hold beside some 96 for the rest."""
+    """Parts that the combining program reads at once, a power of two: what its registers hold beside the sum and some 80."""
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
-    numbers = (registers - 96) * 32 * config.num_warps
-    most = max(1, min(16, numbers // (config.block_m * padded(v_head_dim))))
+    of_part = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
+    most = max(1, min(16, int((registers - 80) / of_part) - 1))
     return 1 << (most.bit_length() - 1)
 
 

@@ -405,8 +405,6 @@ def verify_attention_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
                 return
             tl.store(counter, 0)
-            # COMBINE parts are one tile, so that all of them are on their way before the first is used: read one behind the
-            # other, each group of three or four that the compiler keeps together would wait for the second-level cache.
             stride = heads.to(tl.int64) * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
             is_lane = tile * BLOCK_M + lane < count * GROUP
@@ -416,19 +414,33 @@ def verify_attention_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             for first in tl.range(0, num_splits, COMBINE):
-                u = first + tl.arange(0, COMBINE)
-                there = (u < num_splits)[:, None] & is_lane[None, :]
-                place = u.to(tl.int64) * stride
-                lse_at_part = lse_parts[None, :] + (place * BLOCK_M)[:, None]
-                part_lse = tl.load(lse_at_part, mask=there, other=float("-inf"), cache_modifier=".cg")
-                out_at_part = out_parts[None, :, :] + (place * (BLOCK_M * BLOCK_DV))[:, None, None]
-                part = tl.load(out_at_part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-                m_new = tl.maximum(m, tl.max(part_lse, 0))
-                base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
+                if COMBINE == 1:
+                    part_lse = tl.load(
+                        lse_parts + first * stride * BLOCK_M, mask=is_lane, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    out_at_part = out_parts + first * stride * (BLOCK_M * BLOCK_DV)
+                    part = tl.load(out_at_part, mask=is_lane[:, None], other=0.0, cache_modifier=".cg")
+                    m_new = tl.maximum(m, part_lse)
+                    base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    weight_1 = tl.exp2(part_lse - base_1)
+                    added, added_out = weight_1, part * weight_1[:, None]
+                else:
+                    # Parts are one tile, so that all of them are on their way before the first is used. Read one behind the
+                    # other, in an unrolled loop too, every few that the compiler keeps together wait for the second-level cache.
+                    u = first + tl.arange(0, COMBINE)
+                    there = (u < num_splits)[:, None] & is_lane[None, :]
+                    place = u.to(tl.int64) * stride
+                    lse_at_parts = lse_parts[None, :] + (place * BLOCK_M)[:, None]
+                    part_lses = tl.load(lse_at_parts, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    out_at_parts = out_parts[None, :, :] + (place * (BLOCK_M * BLOCK_DV))[:, None, None]
+                    parts = tl.load(out_at_parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+                    m_new = tl.maximum(m, tl.max(part_lses, 0))
+                    base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    weights_1 = tl.exp2(part_lses - base_1[None, :])
+                    added, added_out = tl.sum(weights_1, 0), tl.sum(parts * weights_1[:, :, None], 0)
                 alpha_1 = tl.exp2(m - base_1)
-                weight_1 = tl.exp2(part_lse - base_1[None, :])
-                total = total * alpha_1 + tl.sum(weight_1, 0)
-                acc = acc * alpha_1[:, None] + tl.sum(part * weight_1[:, :, None], 0)
+                total = total * alpha_1 + added
+                acc = acc * alpha_1[:, None] + added_out
                 m = m_new
 
     # Addresses are made here: before the loops they would hold registers throughout.

@@ -1,0 +1,127 @@
+"""What a launch configuration may change of the divided kernel: one loop for all keys, parts read at once, the shortest part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK
+from tests.kernels.cases import Config
+
+from .bounds import expect
+from .calls import call, check, launches, to_device
+from .plans import block_n, divided, even, items, plan_for
+from .strategies import draft_call, verify_call
+
+#: Prefixes that end before, at and behind the end of a tile of 16 keys, and none.
+LENS = (47, 16, 33, 0)
+BASE = Config(
+    prefix_lens=LENS, widths=4, kind="chain", q_heads=2, kv_heads=1, head_dim=16, v_head_dim=16, page_size=1,
+    sinks=True, q_dtype=torch.bfloat16, cache_dtype=torch.bfloat16,
+)  # fmt: skip
+
+
+def build(c: Config, device: str) -> dict[str, Any]:
+    return to_device(draft_call(c, 3, 1, 2) if c.kind == "branches" else verify_call(c), device)
+
+
+def config_of(a: dict[str, Any], **changes: int) -> LaunchConfig:
+    return replace(plan_for(a, divide=True).shape.config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "divide", "ahead"),
+    [
+        ("chain", {}, True, True),
+        ("chain", {"page_size": 16, "slot_map": True, "strided": True}, True, True),
+        ("chain", {"page_size": 4, "widths": (3, 0, 5, 2)}, False, True),
+        ("chain", {"softcap": 5.0, "slot_map": True}, False, True),
+        ("branches", {"page_size": 4}, True, True),
+        ("branches", {"slot_map": True, "softcap": 5.0}, False, True),
+        # These read slots where they need them: a tree its masks too, and a window says which keys there are.
+        ("qlen_only", {}, True, False),
+        ("chain", {"window": 17}, True, False),
+    ],
+)
+def test_one_loop(device: str, kind: str, changes: dict[str, Any], divide: bool, ahead: bool) -> None:
+    """Without a loop of their own full tiles of the prefix go through the one with masks, whose slots are read ahead."""
+    a = build(BASE.but(kind=kind, **changes), device)
+    plan = plan_for(a, divide=divide, config=config_of(a, peel=0))
+    with launches() as seen:
+        check(a, variant="fused_split" if divide else "fused", plan=plan)
+    assert (seen[-1].constants["PEEL"], seen[-1].constants["EDGE_AHEAD"]) == (False, ahead)
+
+
+@pytest.mark.parametrize("kind", ["chain", "branches"])
+def test_one_loop_in_parts(device: str, kind: str) -> None:
+    """Empty parts, parts that end at a tile, and the last one with the drafts alone."""
+    a = build(BASE.but(kind=kind, prefix_lens=(47, 64, 0)), device)
+    plan = divided(a, [even(n, 4, block_n(a)) for n in (47, 64, 0)])
+    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, peel=0)))
+    check(a, variant="fused_split", plan=plan, splits=4)
+
+
+@pytest.mark.parametrize("combine", [1, 2, 4, 8])
+def test_parts_are_combined_in_rounds(device: str, combine: int) -> None:
+    """Fewer parts than a round takes, as many, and more; and no bit depends on who comes last."""
+    lens = (180, 60, 0, 30)
+    a = build(BASE.but(prefix_lens=lens), device)
+    parts = [even(n, count, block_n(a)) for n, count in zip(lens, (9, 4, 1, 2), strict=True)]
+    config = config_of(a, combine=combine)
+    expected = expect(a, splits=9)
+    outs = []
+    for order in (range(16), reversed(range(16))):
+        plan = divided(a, parts, order=list(order))
+        plan = replace(plan, shape=replace(plan.shape, config=config))
+        with launches() as seen:
+            check(a, variant="fused_split", plan=plan, expected=expected)
+        assert seen[-1].constants["COMBINE"] == combine
+        outs.append(call(a, variant="fused_split", plan=plan))
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+
+
+def test_rounds_are_as_large_as_registers_allow(device: str) -> None:
+    """Many parts of few rows, few of many; a second program on a multiprocessor, or a limit, leaves fewer registers."""
+    a = build(BASE.but(head_dim=128, v_head_dim=128, prefix_lens=(20,)), device)
+
+    def combine(config: LaunchConfig) -> int:
+        with launches() as seen:
+            call(a, variant="fused_split", plan=plan_for(a, divide=True, config=config))
+        return int(seen[-1].constants["COMBINE"])
+
+    one = LaunchConfig(16, 16, 8, 1)
+    changes = (
+        {},
+        {"num_warps": 4},
+        {"ctas_per_sm": 2},
+        {"max_registers": 128},
+        {"block_m": 64},
+        {"block_m": 128, "num_warps": 4},
+    )
+    assert [combine(replace(one, **change)) for change in changes] == [16, 8, 4, 4, 4, 1]
+
+
+def test_shortest_part(device: str) -> None:
+    """Twice as many parts where half as short ones are allowed; deterministic parts have a length of their own."""
+    a = build(BASE.but(prefix_lens=(1100,)), device)
+
+    def lengths(**options: Any) -> list[int]:
+        return [int(word[2] - word[1]) for word in items(plan_for(a, divide=True, **options)) if word[0] >= 0]
+
+    short = config_of(a, min_part=128)
+    assert lengths() == [256, 256, 256, 256, 76] and lengths(config=short) == [256, 256, 256, 256, 76]
+    assert lengths(programs=16) == [256, 256, 256, 256, 76]
+    assert lengths(programs=16, config=short) == [128] * 8 + [76]
+    assert max(lengths(deterministic=True, config=short)) > 128 and DETERMINISTIC_CHUNK > 128
+
+
+def test_early_launch_is_for_hopper_and_later() -> None:
+    config = LaunchConfig(16, 16, 4, 2, pdl=1)
+    assert config.options("sm_90") == {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
+    for arch in ("sm_80", "gfx950", "none"):
+        assert not config.pdl_on(arch) and config.options(arch) == {"num_warps": 4, "num_stages": 2}
+    assert not LaunchConfig(16, 16, 4, 2).pdl_on("sm_90")

@@ -188,7 +188,7 @@ def lines(row: dict[str, Any]) -> list[str]:
         times = [
             f"{state} {found[state]['us']:7.2f} ±{found[state]['spread']:.2f}" for state in ("warm", "cold") if state in found
         ]
-        return ", ".join(times) or found.get("why", f"error {found.get('error', 0):.4f}")
+        return ", ".join(times) or found.get("why") or (f"error {found['error']:.4f}" if "error" in found else "ran")
 
     def order(item: tuple[str, dict[str, Any]]) -> float:
         return float(item[1].get("cold", {"us": 1e9})["us"])

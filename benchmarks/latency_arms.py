@@ -43,7 +43,6 @@ CANDIDATES: dict[str, Candidate] = {
     "default": Candidate(),
     "one loop": Candidate({"peel": 0}),
     "one at a time": Candidate({"combine": 1}),
-    "1 program": Candidate(_SMALL),
     "1 program, one loop": Candidate(_SMALL | {"peel": 0}),
     "1 program, one loop, pdl": Candidate(_SMALL | {"peel": 0, "pdl": 1}),
     "1 program, one loop, 4 stages": Candidate(_SMALL | {"peel": 0, "num_stages": 4}),
@@ -52,6 +51,7 @@ CANDIDATES: dict[str, Candidate] = {
     "8 warps, one loop": Candidate(_WIDE | {"peel": 0}),
     "8 warps, one loop, pdl": Candidate(_WIDE | {"peel": 0, "pdl": 1}),
     "8 warps, one loop, pdl, parts of 128": Candidate(_WIDE | {"peel": 0, "pdl": 1, "min_part": 128}),
+    "8 warps, one loop, half parts": Candidate(_WIDE | {"peel": 0, "half_parts": 1}),
     "64 keys, 5 stages, one loop": Candidate(_SMALL | {"block_n": 64, "num_stages": 5, "peel": 0}),
     "64 keys, 6 stages, 8 warps, one loop": Candidate(_WIDE | {"block_n": 64, "num_stages": 6, "peel": 0}),
     "64 keys, 3 stages, 2 programs, one loop": Candidate(
@@ -104,7 +104,7 @@ def _plan_of(made: Inputs, candidate: Candidate) -> tuple[Plan, VerifyArguments 
     changes = candidate.changes
     if device.type == "cpu":
         # The interpreter's blocks are small; which parts of the code run is all that is looked at there.
-        changes = {name: value for name, value in changes.items() if name in ("peel", "combine", "min_part")}
+        changes = {name: value for name, value in changes.items() if name in ("peel", "combine", "min_part", "half_parts")}
     programs = None
     if candidate.programs_per_sm and device.type == "cuda":
         programs = candidate.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count

@@ -140,7 +140,8 @@ def fused_launch(
             "out": out,
             "lse": lse,
             "plan": None if split is None else split.plan.buffer,
-            "partial_out": None if split is None else split.partial_out,
+            # In the smaller type they take the first half of it.
+            "partial_out": None if split is None else split.partial_out.view(a.q.dtype if config.half_parts else torch.float32),
             "partial_lse": None if split is None else split.partial_lse,
             "queries": queries,
             "tree_words": 1 if tree is None else tree.words,
@@ -177,7 +178,7 @@ def fused_launch(
             "AHEAD": config.max_registers == 0,
             # Where one loop does all, its tiles must not wait for their slots either. A tree's would need its masks ahead too.
             "EDGE_AHEAD": config.max_registers == 0 and not (peel or merge or windowed or tree is not None),
-            "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim),
+            "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim, a.q.itemsize if config.half_parts else 4),
             "PDL": config.pdl_on(arch),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -188,11 +189,11 @@ def fused_launch(
     )
 
 
-def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> int:
+def _parts_at_once(config: LaunchConfig, v_head_dim: int, itemsize: int) -> int:
     """Parts that the combining program reads at once, a power of two: what its registers hold beside the sum and some 80."""
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
-    of_part = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
-    most = max(1, min(16, int((registers - 80) / of_part) - 1))
+    of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
+    most = max(1, min(16, int((registers - 80 - of_sum) / (of_sum * itemsize / 4))))
     return 1 << (most.bit_length() - 1)
 
 

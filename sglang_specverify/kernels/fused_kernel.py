@@ -398,14 +398,15 @@ def verify_attention_kernel(
             norm = tl.where(total > 0.0, total, 1.0)
             tl.store(partial_lse + at * BLOCK_M + lane, tl.where(total > 0.0, m + tl.log2(norm), float("-inf")))
             o_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
-            tl.store(o_at, acc / norm[:, None])
+            tl.store(o_at, (acc / norm[:, None]).to(partial_out.dtype.element_ty))
             # All threads' stores come before the count, which releases them to whoever counts after.
             tl.debug_barrier()
             counter = plan + counters_at + (request * heads + head) * tiles + tile
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
                 return
             tl.store(counter, 0)
-            stride = heads.to(tl.int64) * tiles
+            # 32 bits hold the distance of two parts of a request: it has 2 (programs / (heads tiles) + 1) of them at the most.
+            stride = heads * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
             is_lane = tile * BLOCK_M + lane < count * GROUP
             lse_parts = partial_lse + at * BLOCK_M + lane
@@ -423,13 +424,13 @@ def verify_attention_kernel(
                     m_new = tl.maximum(m, part_lse)
                     base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
                     weight_1 = tl.exp2(part_lse - base_1)
-                    added, added_out = weight_1, part * weight_1[:, None]
+                    added, added_out = weight_1, part.to(tl.float32) * weight_1[:, None]
                 else:
                     # Parts are one tile, so that all of them are on their way before the first is used. Read one behind the
                     # other, in an unrolled loop too, every few that the compiler keeps together wait for the second-level cache.
                     u = first + tl.arange(0, COMBINE)
                     there = (u < num_splits)[:, None] & is_lane[None, :]
-                    place = u.to(tl.int64) * stride
+                    place = u * stride
                     lse_at_parts = lse_parts[None, :] + (place * BLOCK_M)[:, None]
                     part_lses = tl.load(lse_at_parts, mask=there, other=float("-inf"), cache_modifier=".cg")
                     out_at_parts = out_parts[None, :, :] + (place * (BLOCK_M * BLOCK_DV))[:, None, None]
@@ -437,7 +438,7 @@ def verify_attention_kernel(
                     m_new = tl.maximum(m, tl.max(part_lses, 0))
                     base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
                     weights_1 = tl.exp2(part_lses - base_1[None, :])
-                    added, added_out = tl.sum(weights_1, 0), tl.sum(parts * weights_1[:, :, None], 0)
+                    added, added_out = tl.sum(weights_1, 0), tl.sum(parts.to(tl.float32) * weights_1[:, :, None], 0)
                 alpha_1 = tl.exp2(m - base_1)
                 total = total * alpha_1 + added
                 acc = acc * alpha_1[:, None] + added_out

@@ -12,7 +12,7 @@ from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK
 from tests.kernels.cases import Config
 
-from .bounds import expect
+from .bounds import ROUNDOFF, expect
 from .calls import call, check, launches, to_device
 from .plans import block_n, divided, even, items, plan_for
 from .strategies import draft_call, verify_call
@@ -82,6 +82,19 @@ def test_parts_are_combined_in_rounds(device: str, combine: int) -> None:
         assert seen[-1].constants["COMBINE"] == combine
         outs.append(call(a, variant="fused_split", plan=plan))
     assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_in_the_type_of_q(device: str, dtype: torch.dtype) -> None:
+    """Each part's output is rounded once more: that adds the type's unit roundoff times A at the most."""
+    a = build(BASE.but(prefix_lens=(100, 60, 0), q_dtype=dtype, cache_dtype=dtype), device)
+    plan = divided(a, [even(n, count, block_n(a)) for n, count in zip((100, 60, 0), (5, 3, 1), strict=True)])
+    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, half_parts=1, combine=2)))
+    exact = expect(a, splits=5)
+    expected = replace(exact, out_bound=exact.out_bound + ROUNDOFF[dtype][0] * exact.sensitivity)
+    with launches() as seen:
+        check(a, variant="fused_split", plan=plan, expected=expected)
+    assert seen[-1].arguments["partial_out"].dtype == dtype
 
 
 def test_rounds_are_as_large_as_registers_allow(device: str) -> None:

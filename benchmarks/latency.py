@@ -124,7 +124,7 @@ def measure(point: Point, chosen: dict[str, Candidate], before: Any, device: tor
         builders["before"] = ("arms", lambda: planned(made, CANDIDATES["default"], kernel=before))
     for arm in _stock(point):
         builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
-    for name in ("default", "one loop"):
+    for name in ("default", "edge ahead"):
         for ablation, tamper in ABLATIONS.items():
             if name in chosen and point.kind == "chain":
                 builder = lambda name=name, tamper=tamper: planned(made, CANDIDATES[name], tamper=tamper)  # noqa: E731

@@ -30,35 +30,27 @@ class Candidate:
 
     Attributes:
         changes: fields of `LaunchConfig`.
-        programs_per_sm: programs that the plan fills each multiprocessor with; the configuration's where 0.
     """
 
     changes: dict[str, int] = field(default_factory=dict)
-    programs_per_sm: int = 0
 
 
 _SMALL = {"block_n": 128, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 1}
 _WIDE = _SMALL | {"num_warps": 8}
 CANDIDATES: dict[str, Candidate] = {
     "default": Candidate(),
-    "one loop": Candidate({"peel": 0}),
     "one at a time": Candidate({"combine": 1}),
-    "1 program, one loop": Candidate(_SMALL | {"peel": 0}),
-    "1 program, one loop, pdl": Candidate(_SMALL | {"peel": 0, "pdl": 1}),
-    "1 program, one loop, 4 stages": Candidate(_SMALL | {"peel": 0, "num_stages": 4}),
-    "1 program, one loop, parts of 128": Candidate(_SMALL | {"peel": 0, "min_part": 128}),
-    "8 warps": Candidate(_WIDE),
-    "8 warps, one loop": Candidate(_WIDE | {"peel": 0}),
-    "8 warps, one loop, pdl": Candidate(_WIDE | {"peel": 0, "pdl": 1}),
-    "8 warps, one loop, pdl, parts of 128": Candidate(_WIDE | {"peel": 0, "pdl": 1, "min_part": 128}),
-    "8 warps, one loop, half parts": Candidate(_WIDE | {"peel": 0, "half_parts": 1}),
-    "64 keys, 5 stages, one loop": Candidate(_SMALL | {"block_n": 64, "num_stages": 5, "peel": 0}),
-    "64 keys, 6 stages, 8 warps, one loop": Candidate(_WIDE | {"block_n": 64, "num_stages": 6, "peel": 0}),
-    "64 keys, 3 stages, 2 programs, one loop": Candidate(
-        {"block_n": 64, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 2, "peel": 0}
-    ),
-    "2 programs of 1, one loop": Candidate(_SMALL | {"block_n": 64, "num_stages": 4, "peel": 0}, programs_per_sm=2),
-}  # fmt: skip
+    "4 at once": Candidate({"combine": 4}),
+    "edge ahead": Candidate({"peel": 2}),
+    "edge ahead, 4 at once": Candidate({"peel": 2, "combine": 4}),
+    "edge ahead, half parts": Candidate({"peel": 2, "half_parts": 1}),
+    "edge ahead, pdl": Candidate({"peel": 2, "pdl": 1}),
+    "edge ahead, pdl, parts of 128": Candidate({"peel": 2, "pdl": 1, "min_part": 128}),
+    "1 program, edge ahead, pdl": Candidate(_SMALL | {"peel": 2, "pdl": 1}),
+    "8 warps, edge ahead, pdl": Candidate(_WIDE | {"peel": 2, "pdl": 1}),
+    "one loop": Candidate({"peel": 0}),
+    "64 keys, 5 stages, edge ahead, pdl": Candidate(_SMALL | {"block_n": 64, "num_stages": 5, "peel": 2, "pdl": 1}),
+}
 
 
 def planned(made: Inputs, candidate: Candidate, *, tamper: Callable[[Plan], None] | None = None, kernel: Any = None) -> Call:
@@ -105,11 +97,8 @@ def _plan_of(made: Inputs, candidate: Candidate) -> tuple[Plan, VerifyArguments 
     if device.type == "cpu":
         # The interpreter's blocks are small; which parts of the code run is all that is looked at there.
         changes = {name: value for name, value in changes.items() if name in ("peel", "combine", "min_part", "half_parts")}
-    programs = None
-    if candidate.programs_per_sm and device.type == "cuda":
-        programs = candidate.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     config = replace(default, **changes)
-    plan = plan_verify_attention(made.prefix_lens, made.row_ids, config=config, programs=programs, **facts)
+    plan = plan_verify_attention(made.prefix_lens, made.row_ids, config=config, **facts)
     shared: dict[str, Any] = common(made) | {
         "q": made.q, "k_cache": made.k[0], "v_cache": made.v[0], "table": made.table, "row_ids": made.row_ids,
         "prefix_lens": made.prefix_lens, "slot_map": None, "softcap": 0.0, "sm_scale": None, "deterministic": False,

@@ -176,8 +176,8 @@ def fused_launch(
             "PEEL": peel,
             "SIGNED": k_scale is not None or scale <= 0.0,
             "AHEAD": config.max_registers == 0,
-            # Where one loop does all, its tiles must not wait for their slots either. A tree's would need its masks ahead too.
-            "EDGE_AHEAD": config.max_registers == 0 and not (peel or merge or windowed or tree is not None),
+            # A tree's rest of the prefix and drafts would need its masks ahead too.
+            "EDGE_AHEAD": config.peel != 1 and config.max_registers == 0 and not (merge or windowed or tree is not None),
             "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim, a.q.itemsize if config.half_parts else 4),
             "PDL": config.pdl_on(arch),
             "BLOCK_M": config.block_m,
@@ -190,11 +190,11 @@ def fused_launch(
 
 
 def _parts_at_once(config: LaunchConfig, v_head_dim: int, itemsize: int) -> int:
-    """Parts that the combining program reads at once, a power of two: what its registers hold beside the sum and some 80."""
+    """Parts that the combining program reads at once: as many as its registers hold beside the sum and some 80."""
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
     of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
-    most = max(1, min(16, int((registers - 80 - of_sum) / (of_sum * itemsize / 4))))
-    return 1 << (most.bit_length() - 1)
+    most = (registers - 80 - of_sum) / (of_sum * itemsize / 4)
+    return next((count for count in (16, 8, 4) if count <= most), 1)
 
 
 def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:

@@ -145,6 +145,39 @@ def _accumulate(s, scale, v, m, total, acc):
     return m_new, total, acc
 
 
+@triton.jit
+def _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """(LSE [BLOCK_M, 1], output [BLOCK_M, BLOCK_DV]) of a request's part; -inf and 0 where there is none.
+
+    `stride`: partial tiles from one part to the next. From the L2 cache: other multiprocessors wrote them.
+    """
+    there = is_lane & (part < num_splits)
+    lse = tl.load(lse_at + part * stride * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
+    out = tl.load(out_at + part * stride * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
+    return lse, out
+
+
+@triton.jit
+def _read_four(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """LSEs and outputs of four parts, as `_read_part` reads them."""
+    e0, o0 = _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    e1, o1 = _read_part(lse_at, out_at, part + 1, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    e2, o2 = _read_part(lse_at, out_at, part + 2, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    e3, o3 = _read_part(lse_at, out_at, part + 3, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    return e0, e1, e2, e3, o0, o1, o2, o3
+
+
+@triton.jit
+def _add_four(peak, weights, acc, e0, e1, e2, e3, o0, o1, o2, o3):
+    """Four parts more of a sum, always in their order; peak and weights [BLOCK_M, 1] in units of log 2."""
+    new_peak = tl.maximum(peak, tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3)))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    alpha = tl.exp2(peak - base)
+    w0, w1, w2, w3 = tl.exp2(e0 - base), tl.exp2(e1 - base), tl.exp2(e2 - base), tl.exp2(e3 - base)
+    acc = acc * alpha + o0.to(tl.float32) * w0 + o1.to(tl.float32) * w1 + o2.to(tl.float32) * w2 + o3.to(tl.float32) * w3
+    return new_peak, weights * alpha + w0 + w1 + w2 + w3, acc
+
+
 # Numbers that change with the batch, the step or the tree, and whose value or alignment helps no address: one compilation each.
 @triton.jit(do_not_specialize=["queries", "tree_words", "branch_keys", "window", "counters_at"])
 def verify_attention_kernel(
@@ -272,9 +305,20 @@ def verify_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     local = tl.arange(0, BLOCK_N)
 
+    full_stop = begin
+    if PEEL:
+        full_stop = begin + (prefix_stop - begin) // BLOCK_N * BLOCK_N
+    if EDGE_AHEAD:
+        # Before the full tiles, so that the pipeline of the rest need not begin with a wait for them.
+        drafted_at = draft_slots
+        if KIND == 2:
+            drafted_at = draft_slots + request.to(tl.int64) * draft_row
+        edge = _edge_slots(
+            table_row, full_stop, prefix, stop, slot_map, drafted_at, draft_branch, draft_step, branch_keys,
+            KIND, PAGE_SIZE, HAS_SLOT_MAP, BLOCK_N,
+        )  # fmt: skip
     if PEEL:
         # Full tiles of the prefix, every key of which every row sees.
-        full_stop = begin + (prefix_stop - begin) // BLOCK_N * BLOCK_N
         if AHEAD:
             following = tl.full([BLOCK_N], 0, tl.int64)
             if begin < full_stop:
@@ -310,14 +354,6 @@ def verify_attention_kernel(
         if BLOCK_N > 64:
             bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
 
-    if EDGE_AHEAD:
-        drafted_at = draft_slots
-        if KIND == 2:
-            drafted_at = draft_slots + request.to(tl.int64) * draft_row
-        edge = _edge_slots(
-            table_row, begin, prefix, stop, slot_map, drafted_at, draft_branch, draft_step, branch_keys,
-            KIND, PAGE_SIZE, HAS_SLOT_MAP, BLOCK_N,
-        )  # fmt: skip
     for start in tl.range(begin, stop, BLOCK_N):
         n = start + local
         # A key that nobody sees is not read: what it holds may be NaN, and 0 * NaN is NaN.
@@ -408,41 +444,55 @@ def verify_attention_kernel(
             # 32 bits hold the distance of two parts of a request: it has 2 (programs / (heads tiles) + 1) of them at the most.
             stride = heads * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
-            is_lane = tile * BLOCK_M + lane < count * GROUP
-            lse_parts = partial_lse + at * BLOCK_M + lane
-            out_parts = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
+            # COMBINE parts are on their way before the first is used, and each group of four is read anew for the next round as
+            # soon as it is added. They are carried through the loop because the compiler moves loads of one block down to what
+            # uses them, to save registers, and each few would wait for the L2 cache.
+            # The LSE is a column and not a row, so that each thread reads what it multiplies with and nothing changes its layout.
+            is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
+            lse_at = partial_lse + at * BLOCK_M + lane[:, None]
+            out_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
+            peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+            weights = tl.zeros([BLOCK_M, 1], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            for first in tl.range(0, num_splits, COMBINE):
-                if COMBINE == 1:
-                    part_lse = tl.load(
-                        lse_parts + first * stride * BLOCK_M, mask=is_lane, other=float("-inf"), cache_modifier=".cg"
+            if COMBINE == 1:
+                for first in tl.range(0, num_splits):
+                    e0, o0 = _read_part(lse_at, out_at, first, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                    new_peak = tl.maximum(peak, e0)
+                    base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                    alpha_1, weight_1 = tl.exp2(peak - base_1), tl.exp2(e0 - base_1)
+                    weights = weights * alpha_1 + weight_1
+                    acc = acc * alpha_1 + o0.to(tl.float32) * weight_1
+                    peak = new_peak
+            else:
+                a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                if COMBINE >= 8:
+                    b0, b1, b2, b3, q0, q1, q2, q3 = _read_four(lse_at, out_at, 4, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                if COMBINE >= 16:
+                    c0, c1, c2, c3, r0, r1, r2, r3 = _read_four(lse_at, out_at, 8, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                    d0, d1, d2, d3, s0, s1, s2, s3 = _read_four(
+                        lse_at, out_at, 12, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
                     )
-                    out_at_part = out_parts + first * stride * (BLOCK_M * BLOCK_DV)
-                    part = tl.load(out_at_part, mask=is_lane[:, None], other=0.0, cache_modifier=".cg")
-                    m_new = tl.maximum(m, part_lse)
-                    base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
-                    weight_1 = tl.exp2(part_lse - base_1)
-                    added, added_out = weight_1, part.to(tl.float32) * weight_1[:, None]
-                else:
-                    # Parts are one tile, so that all of them are on their way before the first is used. Read one behind the
-                    # other, in an unrolled loop too, every few that the compiler keeps together wait for the second-level cache.
-                    u = first + tl.arange(0, COMBINE)
-                    there = (u < num_splits)[:, None] & is_lane[None, :]
-                    place = u * stride
-                    lse_at_parts = lse_parts[None, :] + (place * BLOCK_M)[:, None]
-                    part_lses = tl.load(lse_at_parts, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    out_at_parts = out_parts[None, :, :] + (place * (BLOCK_M * BLOCK_DV))[:, None, None]
-                    parts = tl.load(out_at_parts, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-                    m_new = tl.maximum(m, tl.max(part_lses, 0))
-                    base_1 = tl.where(m_new == float("-inf"), 0.0, m_new)
-                    weights_1 = tl.exp2(part_lses - base_1[None, :])
-                    added, added_out = tl.sum(weights_1, 0), tl.sum(parts.to(tl.float32) * weights_1[:, :, None], 0)
-                alpha_1 = tl.exp2(m - base_1)
-                total = total * alpha_1 + added
-                acc = acc * alpha_1[:, None] + added_out
-                m = m_new
+                for next_round in tl.range(COMBINE, num_splits + COMBINE, COMBINE):
+                    peak, weights, acc = _add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
+                    a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(
+                        lse_at, out_at, next_round, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                    )
+                    if COMBINE >= 8:
+                        peak, weights, acc = _add_four(peak, weights, acc, b0, b1, b2, b3, q0, q1, q2, q3)
+                        b0, b1, b2, b3, q0, q1, q2, q3 = _read_four(
+                            lse_at, out_at, next_round + 4, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                        )
+                    if COMBINE >= 16:
+                        peak, weights, acc = _add_four(peak, weights, acc, c0, c1, c2, c3, r0, r1, r2, r3)
+                        c0, c1, c2, c3, r0, r1, r2, r3 = _read_four(
+                            lse_at, out_at, next_round + 8, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                        )
+                        peak, weights, acc = _add_four(peak, weights, acc, d0, d1, d2, d3, s0, s1, s2, s3)
+                        d0, d1, d2, d3, s0, s1, s2, s3 = _read_four(
+                            lse_at, out_at, next_round + 12, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                        )
+            m = tl.max(peak, 1)
+            total = tl.sum(weights, 1)
 
     # Addresses are made here: before the loops they would hold registers throughout.
     if HAS_LSE:

@@ -34,7 +34,7 @@ def test_points_are_told_apart() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is for machines without a GPU")
 def test_dry_run() -> None:
-    names = ("default", "8 warps, one loop, half parts")
+    names = ("default", "edge ahead, half parts")
     source = Path(str(fused_kernel.__file__))
     row = measure(CHAIN, {name: CANDIDATES[name] for name in names}, kernel_of(source), CPU)
     assert set(row["arms"]) == {*names, "before"}

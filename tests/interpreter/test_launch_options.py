@@ -48,12 +48,14 @@ def config_of(a: dict[str, Any], **changes: int) -> LaunchConfig:
     ],
 )
 def test_one_loop(device: str, kind: str, changes: dict[str, Any], divide: bool, ahead: bool) -> None:
-    """Without a loop of their own full tiles of the prefix go through the one with masks, whose slots are read ahead."""
+    """Full tiles of the prefix in the loop with masks, or in one of their own: slots of the former are read ahead."""
     a = build(BASE.but(kind=kind, **changes), device)
-    plan = plan_for(a, divide=divide, config=config_of(a, peel=0))
-    with launches() as seen:
-        check(a, variant="fused_split" if divide else "fused", plan=plan)
-    assert (seen[-1].constants["PEEL"], seen[-1].constants["EDGE_AHEAD"]) == (False, ahead)
+    for peel in (0, 2):
+        plan = plan_for(a, divide=divide, config=config_of(a, peel=peel))
+        with launches() as seen:
+            check(a, variant="fused_split" if divide else "fused", plan=plan)
+        wanted = peel == 2 and a["window"] < 0, ahead
+        assert (seen[-1].constants["PEEL"], seen[-1].constants["EDGE_AHEAD"]) == wanted
 
 
 @pytest.mark.parametrize("kind", ["chain", "branches"])
@@ -61,11 +63,12 @@ def test_one_loop_in_parts(device: str, kind: str) -> None:
     """Empty parts, parts that end at a tile, and the last one with the drafts alone."""
     a = build(BASE.but(kind=kind, prefix_lens=(47, 64, 0)), device)
     plan = divided(a, [even(n, 4, block_n(a)) for n in (47, 64, 0)])
-    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, peel=0)))
-    check(a, variant="fused_split", plan=plan, splits=4)
+    for peel in (0, 2):
+        plan = replace(plan, shape=replace(plan.shape, config=config_of(a, peel=peel)))
+        check(a, variant="fused_split", plan=plan, splits=4)
 
 
-@pytest.mark.parametrize("combine", [1, 2, 4, 8])
+@pytest.mark.parametrize("combine", [1, 4, 8, 16])
 def test_parts_are_combined_in_rounds(device: str, combine: int) -> None:
     """Fewer parts than a round takes, as many, and more; and no bit depends on who comes last."""
     lens = (180, 60, 0, 30)
@@ -89,7 +92,7 @@ def test_parts_in_the_type_of_q(device: str, dtype: torch.dtype) -> None:
     """Each part's output is rounded once more: that adds the type's unit roundoff times A at the most."""
     a = build(BASE.but(prefix_lens=(100, 60, 0), q_dtype=dtype, cache_dtype=dtype), device)
     plan = divided(a, [even(n, count, block_n(a)) for n, count in zip((100, 60, 0), (5, 3, 1), strict=True)])
-    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, half_parts=1, combine=2)))
+    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, half_parts=1, combine=4)))
     exact = expect(a, splits=5)
     expected = replace(exact, out_bound=exact.out_bound + ROUNDOFF[dtype][0] * exact.sensitivity)
     with launches() as seen:

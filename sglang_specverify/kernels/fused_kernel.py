@@ -354,7 +354,8 @@ def verify_attention_kernel(
         if BLOCK_N > 64:
             bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
 
-    for start in tl.range(begin, stop, BLOCK_N):
+    # What is behind the full tiles is one tile or two, and a deeper pipeline would begin with loads of tiles that do not exist.
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=2 if EDGE_AHEAD and PEEL else None):
         n = start + local
         # A key that nobody sees is not read: what it holds may be NaN, and 0 * NaN is NaN.
         exists = n < stop

@@ -190,10 +190,10 @@ def fused_launch(
 
 
 def _parts_at_once(config: LaunchConfig, v_head_dim: int, itemsize: int) -> int:
-    """Parts that the combining program reads at once: as many as its registers hold beside the sum and some 80."""
+    """Parts that the combining program reads at once: as many as its registers hold beside their sum and some hundred."""
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
     of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
-    most = (registers - 80 - of_sum) / (of_sum * itemsize / 4)
+    most = (registers - 104 - of_sum) / (of_sum * itemsize / 4)
     return next((count for count in (16, 8, 4) if count <= most), 1)
 
 

@@ -178,7 +178,7 @@ def fused_launch(
             "AHEAD": config.max_registers == 0,
             # A tree's rest of the prefix and drafts would need its masks ahead too.
             "EDGE_AHEAD": config.peel != 1 and config.max_registers == 0 and not (merge or windowed or tree is not None),
-            "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim, a.q.itemsize if config.half_parts else 4),
+            "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim),
             "PDL": config.pdl_on(arch),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -189,11 +189,11 @@ def fused_launch(
     )
 
 
-def _parts_at_once(config: LaunchConfig, v_head_dim: int, itemsize: int) -> int:
-    """Parts that the combining program reads at once: as many as its registers hold beside their sum and some hundred."""
+def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> int:
+    """Parts that the combining program reads at once: as many as its registers hold in FP32 beside their sum and some hundred."""
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
     of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
-    most = (registers - 104 - of_sum) / (of_sum * itemsize / 4)
+    most = (registers - 104 - of_sum) / of_sum
     return next((count for count in (16, 8, 4) if count <= most), 1)
 
 

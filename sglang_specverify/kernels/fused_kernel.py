@@ -457,7 +457,8 @@ def verify_attention_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if COMBINE == 1:
                 for first in tl.range(0, num_splits):
-                    e0, o0 = _read_part(lse_at, out_at, first, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                    e0 = tl.load(lse_at + first * stride * BLOCK_M, mask=is_lane, other=float("-inf"), cache_modifier=".cg")
+                    o0 = tl.load(out_at + first * stride * (BLOCK_M * BLOCK_DV), mask=is_lane, other=0.0, cache_modifier=".cg")
                     new_peak = tl.maximum(peak, e0)
                     base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
                     alpha_1, weight_1 = tl.exp2(peak - base_1), tl.exp2(e0 - base_1)

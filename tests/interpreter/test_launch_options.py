@@ -118,7 +118,7 @@ def test_rounds_are_as_large_as_registers_allow(device: str) -> None:
         {"block_m": 64},
         {"block_m": 128, "num_warps": 4},
     )
-    assert [combine(replace(one, **change)) for change in changes] == [16, 8, 4, 4, 4, 1]
+    assert [combine(replace(one, **change)) for change in changes] == [16, 8, 1, 1, 1, 1]
 
 
 def test_shortest_part(device: str) -> None:

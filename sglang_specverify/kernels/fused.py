@@ -113,6 +113,7 @@ def fused_launch(
     capped = problem.softcap > 0
     scale = problem.sm_scale * k_factor * (2.0 / problem.softcap if capped else 1.0) * LOG2_E
     queries = problem.queries or 1
+    combine, parts_ahead = _parts_at_once(config, problem.v_head_dim)
     tree = tree_of(problem)
     windowed = problem.window >= 0
     peel = bool(config.peel) and not merge and not windowed
@@ -178,7 +179,8 @@ def fused_launch(
             "AHEAD": config.max_registers == 0,
             # A tree's rest of the prefix and drafts would need its masks ahead too.
             "EDGE_AHEAD": config.peel != 1 and config.max_registers == 0 and not (merge or windowed or tree is not None),
-            "COMBINE": config.combine or _parts_at_once(config, problem.v_head_dim),
+            "COMBINE": combine,
+            "PARTS_AHEAD": parts_ahead,
             "PDL": config.pdl_on(arch),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -189,12 +191,17 @@ def fused_launch(
     )
 
 
-def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> int:
-    """Parts that the combining program reads at once: as many as its registers hold in FP32 beside their sum and some hundred."""
+def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> tuple[int, bool]:
+    """Parts that the combining program reads at once, and whether it does so ahead: where registers hold four or more in FP32
+    beside their sum and some hundred others. Else in the order of the code, as many as some 96 registers hold.
+    """
+    if config.combine:
+        return config.combine, config.combine > 1
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
     of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
     most = (registers - 104 - of_sum) / of_sum
-    return next((count for count in (16, 8, 4) if count <= most), 1)
+    ahead = next((count for count in (16, 8, 4) if count <= most), 0)
+    return (ahead, True) if ahead else (max(1, min(8, int(96 / of_sum))), False)
 
 
 def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:

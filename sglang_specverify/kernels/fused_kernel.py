@@ -190,7 +190,7 @@ def verify_attention_kernel(
     PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr,
-    EDGE_AHEAD: tl.constexpr, COMBINE: tl.constexpr, PDL: tl.constexpr,
+    EDGE_AHEAD: tl.constexpr, COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head of one request, over its prefix or a split of it, and its drafts.
@@ -200,7 +200,8 @@ def verify_attention_kernel(
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
-    EDGE_AHEAD: so does the loop with masks. COMBINE: parts that are combined at once. PDL: launched before the kernel in front
+    EDGE_AHEAD: so does the loop with masks. COMBINE: parts that are combined at once; PARTS_AHEAD: 4, 8 or 16,
+    read ahead. PDL: launched before the kernel in front
     of it has ended.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -445,9 +446,9 @@ def verify_attention_kernel(
             # 32 bits hold the distance of two parts of a request: it has 2 (programs / (heads tiles) + 1) of them at the most.
             stride = heads * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
-            # COMBINE parts are on their way before the first is used, and each group of four is read anew for the next round as
-            # soon as it is added. They are carried through the loop because the compiler moves loads of one block down to what
-            # uses them, to save registers, and each few would wait for the L2 cache.
+            # With PARTS_AHEAD so many parts are on their way before the first is used, and each group of four is read anew for
+            # the next round as soon as it is added. They are carried through the loop because the compiler moves loads of one block
+            # down to what uses them, to save registers, and each few would wait for the L2 cache.
             # The LSE is a column and not a row, so that each thread reads what it multiplies with and nothing changes its layout.
             is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
             lse_at = partial_lse + at * BLOCK_M + lane[:, None]
@@ -455,16 +456,17 @@ def verify_attention_kernel(
             peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
             weights = tl.zeros([BLOCK_M, 1], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if COMBINE == 1:
-                for first in tl.range(0, num_splits):
-                    e0 = tl.load(lse_at + first * stride * BLOCK_M, mask=is_lane, other=float("-inf"), cache_modifier=".cg")
-                    o0 = tl.load(out_at + first * stride * (BLOCK_M * BLOCK_DV), mask=is_lane, other=0.0, cache_modifier=".cg")
-                    new_peak = tl.maximum(peak, e0)
-                    base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                    alpha_1, weight_1 = tl.exp2(peak - base_1), tl.exp2(e0 - base_1)
-                    weights = weights * alpha_1 + weight_1
-                    acc = acc * alpha_1 + o0.to(tl.float32) * weight_1
-                    peak = new_peak
+            if not PARTS_AHEAD:
+                for first in tl.range(0, num_splits, COMBINE):
+                    for u in tl.static_range(COMBINE):
+                        e0, o0 = _read_part(lse_at, out_at, first + u, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                        new_peak = tl.maximum(peak, e0)
+                        base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                        alpha_1 = tl.exp2(peak - base_1)
+                        weight_1 = tl.exp2(e0 - base_1)
+                        weights = weights * alpha_1 + weight_1
+                        acc = acc * alpha_1 + o0.to(tl.float32) * weight_1
+                        peak = new_peak
             else:
                 a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
                 if COMBINE >= 8:

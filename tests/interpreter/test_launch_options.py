@@ -82,7 +82,7 @@ def test_parts_are_combined_in_rounds(device: str, combine: int) -> None:
         plan = replace(plan, shape=replace(plan.shape, config=config))
         with launches() as seen:
             check(a, variant="fused_split", plan=plan, expected=expected)
-        assert seen[-1].constants["COMBINE"] == combine
+        assert (seen[-1].constants["COMBINE"], seen[-1].constants["PARTS_AHEAD"]) == (combine, combine > 1)
         outs.append(call(a, variant="fused_split", plan=plan))
     assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
 
@@ -104,10 +104,10 @@ def test_rounds_are_as_large_as_registers_allow(device: str) -> None:
     """Many parts of few rows, few of many; a second program on a multiprocessor, or a limit, leaves fewer registers."""
     a = build(BASE.but(head_dim=128, v_head_dim=128, prefix_lens=(20,)), device)
 
-    def combine(config: LaunchConfig) -> int:
+    def combine(config: LaunchConfig) -> tuple[int, bool]:
         with launches() as seen:
             call(a, variant="fused_split", plan=plan_for(a, divide=True, config=config))
-        return int(seen[-1].constants["COMBINE"])
+        return seen[-1].constants["COMBINE"], seen[-1].constants["PARTS_AHEAD"]
 
     one = LaunchConfig(16, 16, 8, 1)
     changes = (
@@ -118,7 +118,9 @@ def test_rounds_are_as_large_as_registers_allow(device: str) -> None:
         {"block_m": 64},
         {"block_m": 128, "num_warps": 4},
     )
-    assert [combine(replace(one, **change)) for change in changes] == [16, 8, 1, 1, 1, 1]
+    assert [combine(replace(one, **change)) for change in changes] == [
+        (16, True), (8, True), (8, False), (8, False), (3, False), (1, False),
+    ]  # fmt: skip
 
 
 def test_shortest_part(device: str) -> None:

@@ -36,20 +36,12 @@ class Candidate:
 
 
 _SMALL = {"block_n": 128, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 1}
-_WIDE = _SMALL | {"num_warps": 8}
 CANDIDATES: dict[str, Candidate] = {
     "default": Candidate(),
-    "one at a time": Candidate({"combine": 1}),
-    "4 at once": Candidate({"combine": 4}),
     "edge ahead": Candidate({"peel": 2}),
-    "edge ahead, 4 at once": Candidate({"peel": 2, "combine": 4}),
     "edge ahead, half parts": Candidate({"peel": 2, "half_parts": 1}),
-    "edge ahead, pdl": Candidate({"peel": 2, "pdl": 1}),
     "edge ahead, pdl, parts of 128": Candidate({"peel": 2, "pdl": 1, "min_part": 128}),
-    "1 program, edge ahead, pdl": Candidate(_SMALL | {"peel": 2, "pdl": 1}),
-    "8 warps, edge ahead, pdl": Candidate(_WIDE | {"peel": 2, "pdl": 1}),
-    "one loop": Candidate({"peel": 0}),
-    "64 keys, 5 stages, edge ahead, pdl": Candidate(_SMALL | {"block_n": 64, "num_stages": 5, "peel": 2, "pdl": 1}),
+    "1 program, edge ahead": Candidate(_SMALL | {"peel": 2}),
 }
 
 
@@ -96,7 +88,7 @@ def _plan_of(made: Inputs, candidate: Candidate) -> tuple[Plan, VerifyArguments 
     changes = candidate.changes
     if device.type == "cpu":
         # The interpreter's blocks are small; which parts of the code run is all that is looked at there.
-        changes = {name: value for name, value in changes.items() if name in ("peel", "combine", "min_part", "half_parts")}
+        changes = {name: value for name, value in changes.items() if name in ("peel", "min_part", "half_parts")}
     config = replace(default, **changes)
     plan = plan_verify_attention(made.prefix_lens, made.row_ids, config=config, **facts)
     shared: dict[str, Any] = common(made) | {

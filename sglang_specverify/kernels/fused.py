@@ -113,7 +113,7 @@ def fused_launch(
     capped = problem.softcap > 0
     scale = problem.sm_scale * k_factor * (2.0 / problem.softcap if capped else 1.0) * LOG2_E
     queries = problem.queries or 1
-    combine, parts_ahead = _parts_at_once(config, problem.v_head_dim)
+    parts_ahead, combine = _parts_ahead(config, problem.v_head_dim)
     tree = tree_of(problem)
     windowed = problem.window >= 0
     peel = bool(config.peel) and not merge and not windowed
@@ -178,7 +178,7 @@ def fused_launch(
             "SIGNED": k_scale is not None or scale <= 0.0,
             "AHEAD": config.max_registers == 0,
             # A tree's rest of the prefix and drafts would need its masks ahead too.
-            "EDGE_AHEAD": config.peel != 1 and config.max_registers == 0 and not (merge or windowed or tree is not None),
+            "EDGE_AHEAD": config.peel == 2 and config.max_registers == 0 and not (merge or windowed or tree is not None),
             "COMBINE": combine,
             "PARTS_AHEAD": parts_ahead,
             "PDL": config.pdl_on(arch),
@@ -191,17 +191,14 @@ def fused_launch(
     )
 
 
-def _parts_at_once(config: LaunchConfig, v_head_dim: int) -> tuple[int, bool]:
-    """Parts that the combining program reads at once, and whether it does so ahead: where registers hold four or more in FP32
-    beside their sum and some hundred others. Else in the order of the code, as many as some 96 registers hold.
+def _parts_ahead(config: LaunchConfig, v_head_dim: int) -> tuple[bool, int]:
+    """Whether the combining program reads four parts ahead: where its registers hold them in FP32 beside their sum and some
+    hundred others. And how many it reads behind each other elsewhere: as many as some 96 registers hold.
     """
-    if config.combine:
-        return config.combine, config.combine > 1
     registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
     of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
-    most = (registers - 104 - of_sum) / of_sum
-    ahead = next((count for count in (16, 8, 4) if count <= most), 0)
-    return (ahead, True) if ahead else (max(1, min(8, int(96 / of_sum))), False)
+    ahead = 5 * of_sum <= registers - 104
+    return ahead, 1 if ahead else max(1, min(8, int(96 / of_sum)))
 
 
 def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:

@@ -200,8 +200,8 @@ def verify_attention_kernel(
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
-    EDGE_AHEAD: so does the loop with masks. COMBINE: parts that are combined at once; PARTS_AHEAD: 4, 8 or 16,
-    read ahead. PDL: launched before the kernel in front
+    EDGE_AHEAD: so does the loop with masks. PARTS_AHEAD: four parts are read ahead of their combination; else
+    COMBINE parts stand behind each other in the code. PDL: launched before the kernel in front
     of it has ended.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -446,9 +446,9 @@ def verify_attention_kernel(
             # 32 bits hold the distance of two parts of a request: it has 2 (programs / (heads tiles) + 1) of them at the most.
             stride = heads * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
-            # With PARTS_AHEAD so many parts are on their way before the first is used, and each group of four is read anew for
-            # the next round as soon as it is added. They are carried through the loop because the compiler moves loads of one block
-            # down to what uses them, to save registers, and each few would wait for the L2 cache.
+            # With PARTS_AHEAD four parts are on their way before the first is used, and four more as soon as these are added.
+            # They are carried through the loop because the compiler moves loads of one block down to what uses them, to save
+            # registers, and each few would wait for the L2 cache.
             # The LSE is a column and not a row, so that each thread reads what it multiplies with and nothing changes its layout.
             is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
             lse_at = partial_lse + at * BLOCK_M + lane[:, None]
@@ -456,7 +456,14 @@ def verify_attention_kernel(
             peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
             weights = tl.zeros([BLOCK_M, 1], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if not PARTS_AHEAD:
+            if PARTS_AHEAD:
+                a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                for next_four in tl.range(4, num_splits + 4, 4):
+                    peak, weights, acc = _add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
+                    a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(
+                        lse_at, out_at, next_four, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                    )
+            else:
                 for first in tl.range(0, num_splits, COMBINE):
                     for u in tl.static_range(COMBINE):
                         e0, o0 = _read_part(lse_at, out_at, first + u, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
@@ -467,34 +474,6 @@ def verify_attention_kernel(
                         weights = weights * alpha_1 + weight_1
                         acc = acc * alpha_1 + o0.to(tl.float32) * weight_1
                         peak = new_peak
-            else:
-                a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-                if COMBINE >= 8:
-                    b0, b1, b2, b3, q0, q1, q2, q3 = _read_four(lse_at, out_at, 4, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-                if COMBINE >= 16:
-                    c0, c1, c2, c3, r0, r1, r2, r3 = _read_four(lse_at, out_at, 8, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-                    d0, d1, d2, d3, s0, s1, s2, s3 = _read_four(
-                        lse_at, out_at, 12, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
-                    )
-                for next_round in tl.range(COMBINE, num_splits + COMBINE, COMBINE):
-                    peak, weights, acc = _add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
-                    a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(
-                        lse_at, out_at, next_round, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
-                    )
-                    if COMBINE >= 8:
-                        peak, weights, acc = _add_four(peak, weights, acc, b0, b1, b2, b3, q0, q1, q2, q3)
-                        b0, b1, b2, b3, q0, q1, q2, q3 = _read_four(
-                            lse_at, out_at, next_round + 4, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
-                        )
-                    if COMBINE >= 16:
-                        peak, weights, acc = _add_four(peak, weights, acc, c0, c1, c2, c3, r0, r1, r2, r3)
-                        c0, c1, c2, c3, r0, r1, r2, r3 = _read_four(
-                            lse_at, out_at, next_round + 8, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
-                        )
-                        peak, weights, acc = _add_four(peak, weights, acc, d0, d1, d2, d3, s0, s1, s2, s3)
-                        d0, d1, d2, d3, s0, s1, s2, s3 = _read_four(
-                            lse_at, out_at, next_round + 12, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
-                        )
             m = tl.max(peak, 1)
             total = tl.sum(weights, 1)
 

@@ -31,7 +31,6 @@ class LaunchConfig:
         peel: 1 for a loop of its own over the part of the prefix that needs no mask, which pays where that is long; 2 for such a
             loop behind a read of the slots that follow it, for chains and branches without a window.
         max_registers: limit on NVIDIA, so that more programs fit; 0 for none.
-        combine: parts of a prefix that the combining program reads at once: 1, or 4, 8 or 16 ahead; 0 for what registers hold.
         half_parts: 1 to keep the parts' outputs in q's type and not in FP32: half the bytes to combine, one more rounding.
         min_part: keys of a prefix's shortest part, a multiple of 128; 0 for `plan.MIN_CHUNKS`. Deterministic divisions ignore it.
         pdl: 1 to be launched before the kernel in front has ended, on NVIDIA from Hopper on (programmatic dependent launch).
@@ -45,7 +44,6 @@ class LaunchConfig:
     amd: tuple[tuple[str, int], ...] = ()
     peel: int = 1
     max_registers: int = 0
-    combine: int = 0
     half_parts: int = 0
     min_part: int = 0
     pdl: int = 0

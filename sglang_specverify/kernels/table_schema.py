@@ -56,8 +56,6 @@ _OPTIONAL: dict[str, tuple[int, ...]] = {
     "peel": (0, 1, 2),
     # Of NVIDIA's compiler; 0 leaves it to the compiler.
     "max_registers": (0, *range(64, 256, 8)),
-    # 0 leaves it to the registers that a thread has.
-    "combine": (0, 1, 4, 8, 16),
     "half_parts": (0, 1),
     # Multiples of `plan.ALIGN`; 0 for `plan.MIN_CHUNKS`.
     "min_part": tuple(range(0, 4096, 128)),

@@ -29,7 +29,7 @@ def test_every_launch_could_stand_in_a_table() -> None:
 
 
 def test_points_are_told_apart() -> None:
-    assert len({point.name for point in POINTS}) == len(POINTS) == 10
+    assert len({point.name for point in POINTS}) == len(POINTS) == 11
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is for machines without a GPU")

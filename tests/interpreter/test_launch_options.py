@@ -1,4 +1,4 @@
-"""What a launch configuration may change of the divided kernel: one loop for all keys, parts read at once, the shortest part."""
+"""What a launch configuration may change of the divided kernel: how it loops over keys and parts, and the shortest part."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def config_of(a: dict[str, Any], **changes: int) -> LaunchConfig:
         ("chain", {"window": 17}, True, False),
     ],
 )
-def test_one_loop(device: str, kind: str, changes: dict[str, Any], divide: bool, ahead: bool) -> None:
-    """Full tiles of the prefix in the loop with masks, or in one of their own: slots of the former are read ahead."""
+def test_loops(device: str, kind: str, changes: dict[str, Any], divide: bool, ahead: bool) -> None:
+    """Full tiles of the prefix in the loop with masks, or in one of their own with the slots of the rest read before."""
     a = build(BASE.but(kind=kind, **changes), device)
     for peel in (0, 2):
         plan = plan_for(a, divide=divide, config=config_of(a, peel=peel))
         with launches() as seen:
             check(a, variant="fused_split" if divide else "fused", plan=plan)
-        wanted = peel == 2 and a["window"] < 0, ahead
+        wanted = (peel == 2 and a["window"] < 0, peel == 2 and ahead)
         assert (seen[-1].constants["PEEL"], seen[-1].constants["EDGE_AHEAD"]) == wanted
 
 
 @pytest.mark.parametrize("kind", ["chain", "branches"])
-def test_one_loop_in_parts(device: str, kind: str) -> None:
+def test_loops_in_parts(device: str, kind: str) -> None:
     """Empty parts, parts that end at a tile, and the last one with the drafts alone."""
     a = build(BASE.but(kind=kind, prefix_lens=(47, 64, 0)), device)
     plan = divided(a, [even(n, 4, block_n(a)) for n in (47, 64, 0)])
@@ -68,13 +68,13 @@ def test_one_loop_in_parts(device: str, kind: str) -> None:
         check(a, variant="fused_split", plan=plan, splits=4)
 
 
-@pytest.mark.parametrize("combine", [1, 4, 8, 16])
-def test_parts_are_combined_in_rounds(device: str, combine: int) -> None:
+@pytest.mark.parametrize(("registers", "ahead"), [(0, True), (64, False)])
+def test_parts_are_combined_in_rounds(device: str, registers: int, ahead: bool) -> None:
     """Fewer parts than a round takes, as many, and more; and no bit depends on who comes last."""
     lens = (180, 60, 0, 30)
     a = build(BASE.but(prefix_lens=lens), device)
     parts = [even(n, count, block_n(a)) for n, count in zip(lens, (9, 4, 1, 2), strict=True)]
-    config = config_of(a, combine=combine)
+    config = config_of(a, max_registers=registers)
     expected = expect(a, splits=9)
     outs = []
     for order in (range(16), reversed(range(16))):
@@ -82,7 +82,7 @@ def test_parts_are_combined_in_rounds(device: str, combine: int) -> None:
         plan = replace(plan, shape=replace(plan.shape, config=config))
         with launches() as seen:
             check(a, variant="fused_split", plan=plan, expected=expected)
-        assert (seen[-1].constants["COMBINE"], seen[-1].constants["PARTS_AHEAD"]) == (combine, combine > 1)
+        assert seen[-1].constants["PARTS_AHEAD"] == ahead
         outs.append(call(a, variant="fused_split", plan=plan))
     assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
 
@@ -92,7 +92,7 @@ def test_parts_in_the_type_of_q(device: str, dtype: torch.dtype) -> None:
     """Each part's output is rounded once more: that adds the type's unit roundoff times A at the most."""
     a = build(BASE.but(prefix_lens=(100, 60, 0), q_dtype=dtype, cache_dtype=dtype), device)
     plan = divided(a, [even(n, count, block_n(a)) for n, count in zip((100, 60, 0), (5, 3, 1), strict=True)])
-    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, half_parts=1, combine=4)))
+    plan = replace(plan, shape=replace(plan.shape, config=config_of(a, half_parts=1)))
     exact = expect(a, splits=5)
     expected = replace(exact, out_bound=exact.out_bound + ROUNDOFF[dtype][0] * exact.sensitivity)
     with launches() as seen:
@@ -100,27 +100,20 @@ def test_parts_in_the_type_of_q(device: str, dtype: torch.dtype) -> None:
     assert seen[-1].arguments["partial_out"].dtype == dtype
 
 
-def test_rounds_are_as_large_as_registers_allow(device: str) -> None:
-    """Many parts of few rows, few of many; a second program on a multiprocessor, or a limit, leaves fewer registers."""
+def test_parts_are_read_ahead_where_registers_allow(device: str) -> None:
+    """Of few rows; a second program on a multiprocessor, or a limit, leaves fewer registers, and fewer parts stand together."""
     a = build(BASE.but(head_dim=128, v_head_dim=128, prefix_lens=(20,)), device)
 
-    def combine(config: LaunchConfig) -> tuple[int, bool]:
+    def constants(config: LaunchConfig) -> tuple[bool, int]:
         with launches() as seen:
             call(a, variant="fused_split", plan=plan_for(a, divide=True, config=config))
-        return seen[-1].constants["COMBINE"], seen[-1].constants["PARTS_AHEAD"]
+        return seen[-1].constants["PARTS_AHEAD"], seen[-1].constants["COMBINE"]
 
     one = LaunchConfig(16, 16, 8, 1)
-    changes = (
-        {},
-        {"num_warps": 4},
-        {"ctas_per_sm": 2},
-        {"max_registers": 128},
-        {"block_m": 64},
-        {"block_m": 128, "num_warps": 4},
-    )
-    assert [combine(replace(one, **change)) for change in changes] == [
-        (16, True), (8, True), (8, False), (8, False), (3, False), (1, False),
-    ]  # fmt: skip
+    four_warps = replace(one, num_warps=4)
+    assert [constants(each) for each in (one, four_warps, replace(four_warps, ctas_per_sm=2))] == [(True, 1)] * 3
+    changes = ({"ctas_per_sm": 2}, {"max_registers": 128}, {"block_m": 64}, {"block_m": 128})
+    assert [constants(replace(one, **change)) for change in changes] == [(False, 8), (False, 8), (False, 3), (False, 1)]
 
 
 def test_shortest_part(device: str) -> None:

@@ -187,7 +187,7 @@ def fused_launch(
             "BLOCK_D": padded(problem.head_dim),
             "BLOCK_DV": padded(problem.v_head_dim),
         },
-        options=config.options(arch),
+        options=config.options(arch) | ({"launch_pdl": True} if config.pdl_on(arch) else {}),
     )
 
 

@@ -152,8 +152,10 @@ def _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.co
     `stride`: partial tiles from one part to the next. From the L2 cache: other multiprocessors wrote them.
     """
     there = is_lane & (part < num_splits)
-    lse = tl.load(lse_at + part * stride * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
-    out = tl.load(out_at + part * stride * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
+    # Tiles are counted in 32 bits, which spares full products of 64, and only what they hold is not.
+    tiles = (part * stride).to(tl.int64)
+    lse = tl.load(lse_at + tiles * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
+    out = tl.load(out_at + tiles * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
     return lse, out
 
 
@@ -200,9 +202,8 @@ def verify_attention_kernel(
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
-    EDGE_AHEAD: so does the loop with masks. PARTS_AHEAD: four parts are read ahead of their combination; else
-    COMBINE parts stand behind each other in the code. PDL: launched before the kernel in front
-    of it has ended.
+    EDGE_AHEAD: so does the loop with masks. PARTS_AHEAD: four parts are read ahead of their combination; else COMBINE parts stand
+    behind each other in the code. PDL: launched before the kernel in front of it has ended.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     if PDL:
@@ -425,6 +426,7 @@ def verify_attention_kernel(
             m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
 
     if PDL:
+        # For kernels behind it that wait for its end themselves, as this one does: the next layer's, when nothing is between.
         gdc_launch_dependents()
     if SPLIT:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if num_splits > 1:
@@ -443,7 +445,6 @@ def verify_attention_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
                 return
             tl.store(counter, 0)
-            # 32 bits hold the distance of two parts of a request: it has 2 (programs / (heads tiles) + 1) of them at the most.
             stride = heads * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
             # With PARTS_AHEAD four parts are on their way before the first is used, and four more as soon as these are added.

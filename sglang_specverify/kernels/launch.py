@@ -49,6 +49,7 @@ class LaunchConfig:
     pdl: int = 0
 
     def pdl_on(self, arch: str) -> bool:
+        """Whether a kernel that can wait for the one in front is launched early on `arch`; not among the compiler's options."""
         return bool(self.pdl) and arch.startswith(("sm_9", "sm_10", "sm_12"))
 
     def options(self, arch: str) -> dict[str, int]:
@@ -56,9 +57,7 @@ class LaunchConfig:
         common = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if arch.startswith("gfx"):
             return common | dict(self.amd)
-        if self.max_registers:
-            common |= {"maxnreg": self.max_registers}
-        return common | {"launch_pdl": True} if self.pdl_on(arch) else common
+        return common | {"maxnreg": self.max_registers} if self.max_registers else common
 
 
 @dataclass(frozen=True)

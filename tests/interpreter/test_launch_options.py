@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_specverify.kernels.fused import fused_launch
 from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK
 from tests.kernels.cases import Config
 
-from .bounds import ROUNDOFF, expect
+from .bounds import ROUNDOFF, checked, expect
 from .calls import call, check, launches, to_device
 from .plans import block_n, divided, even, items, plan_for
 from .strategies import draft_call, verify_call
@@ -130,9 +131,12 @@ def test_shortest_part(device: str) -> None:
     assert max(lengths(deterministic=True, config=short)) > 128 and DETERMINISTIC_CHUNK > 128
 
 
-def test_early_launch_is_for_hopper_and_later() -> None:
+def test_early_launch_is_for_hopper_and_later(device: str) -> None:
+    """And for this kernel, which waits in its first line: another with the same configuration would read too early."""
+    a, problem = checked(build(BASE, device))
     config = LaunchConfig(16, 16, 4, 2, pdl=1)
-    assert config.options("sm_90") == {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
-    for arch in ("sm_80", "gfx950", "none"):
-        assert not config.pdl_on(arch) and config.options(arch) == {"num_warps": 4, "num_stages": 2}
-    assert not LaunchConfig(16, 16, 4, 2).pdl_on("sm_90")
+    for arch, early in (("sm_90", True), ("sm_100", True), ("sm_80", False), ("gfx950", False), ("none", False)):
+        launch = fused_launch(a, problem, a.q, None, config, arch)
+        assert (launch.constants["PDL"], launch.options.get("launch_pdl", False)) == (early, early)
+        assert "launch_pdl" not in config.options(arch)
+    assert not fused_launch(a, problem, a.q, None, replace(config, pdl=0), "sm_90").constants["PDL"]

@@ -1,4 +1,4 @@
-"""Where a short divided prefix spends its time, and which launch spends least: chains and draft decode of few requests.
+"""Where a short divided prefix spends its time: chains and draft decode of few requests.
 
     git show COMMIT:sglang_specverify/kernels/fused_kernel.py > before.py
     python -m benchmarks.latency --out latency.json [--seconds 90] [--before before.py]
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import gate, inputs, record, timing
 from benchmarks.arms import Arm, Call
-from benchmarks.latency_arms import ABLATIONS, CANDIDATES, Candidate, planned
+from benchmarks.latency_arms import ABLATIONS, planned
 from benchmarks.measure import why
 from benchmarks.points import Point
 from benchmarks.stock import FLASH_ATTENTION
@@ -48,7 +48,7 @@ _SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
 TINY = (Point("chain", 1, 4, 530, **_SHAPE), Point("draft", 2, 3, 300, **_SHAPE))
 #: What makes every kernel compile: launch configurations depend on the batch.
 SHAPES = tuple(Point(kind, batch, width, 1024) for kind, width in (("chain", 4), ("draft", 8)) for batch in (1, 4))  # type: ignore[arg-type]
-#: Few rounds: the arms are many and alike.
+#: Few rounds: arms and ablations are many.
 _ROUNDS = 7
 
 
@@ -57,42 +57,36 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("latency.json"), help="result file, written after every point")
     parser.add_argument("--seconds", type=float, default=90.0, help="start no point after this")
     parser.add_argument("--before", type=Path, help="a fused_kernel.py of another commit, to be timed as the arm `before`")
-    parser.add_argument("--only", action="append", choices=list(CANDIDATES), help="a candidate; repeatable, all if left out")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run, in Triton's interpreter")
-    parser.add_argument("--compile", action="store_true", help="run small points once through --only and stop")
+    parser.add_argument("--compile", action="store_true", help="run small points once, with --before that kernel, and stop")
     options = parser.parse_args()
     begin = time.monotonic()
-    names = options.only or list(CANDIDATES)
-    chosen = {name: CANDIDATES[name] for name in names}
     device = torch.device(options.device)
     kernel = None if options.before is None else kernel_of(options.before)
     if options.compile:
         for point in SHAPES:
             made = inputs.make(point, device, most_layers=1)
-            for candidate in chosen.values():
-                planned(made, candidate, kernel=kernel)(0)
+            planned(made, kernel=kernel)(0)
         torch.cuda.synchronize()
         return
     tiny = device.type != "cuda"
-    jobs = [] if tiny else _compilers(names, options.before)
-    results: dict[str, Any] = {"candidates": {name: asdict(each) for name, each in chosen.items()}, "points": []}
+    jobs = [] if tiny else _compilers(options.before)
+    results: dict[str, Any] = {"points": []}
     _wait(jobs, begin + 0.5 * options.seconds)
     print(f"compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
     for point in TINY if tiny else POINTS:
         if time.monotonic() - begin > options.seconds:
             print("out of time before", point.name, flush=True)
             break
-        row = measure(point, chosen, kernel, device)
+        row = measure(point, kernel, device)
         results["points"].append(row)
         print(*lines(row), f"  ({time.monotonic() - begin:.0f} s)", sep="\n", flush=True)
         record.write(options.out, results)
 
 
-def _compilers(names: list[str], before: Path | None) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "benchmarks.latency", "--compile", "--only"]
-    jobs = [[*command, name] for name in names]
-    if before is not None:
-        jobs.append([*command, "default", "--before", str(before)])
+def _compilers(before: Path | None) -> list[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "benchmarks.latency", "--compile"]
+    jobs = [command] if before is None else [command, [*command, "--before", str(before)]]
     return [subprocess.Popen(job) for job in jobs]
 
 
@@ -108,7 +102,7 @@ def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
             print("compiling failed:", " ".join(map(str, job.args)), flush=True)  # type: ignore[arg-type]
 
 
-def measure(point: Point, chosen: dict[str, Candidate], before: Any, device: torch.device) -> dict[str, Any]:
+def measure(point: Point, before: Any, device: torch.device) -> dict[str, Any]:
     """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none.
 
     Args:
@@ -117,17 +111,14 @@ def measure(point: Point, chosen: dict[str, Candidate], before: Any, device: tor
     made = inputs.make(point, device)
     row: dict[str, Any] = {"name": point.name, "point": point.as_dict(), "layers": made.layers, "arms": {}, "ablations": {}}
     samples = gate.samples(made)
-    builders: dict[str, tuple[str, Callable[[], Call]]] = {}
-    for name, candidate in chosen.items():
-        builders[name] = ("arms", lambda candidate=candidate: planned(made, candidate))  # type: ignore[misc]
+    builders: dict[str, tuple[str, Callable[[], Call]]] = {"default": ("arms", lambda: planned(made))}
     if before is not None:
-        builders["before"] = ("arms", lambda: planned(made, CANDIDATES["default"], kernel=before))
+        builders["before"] = ("arms", lambda: planned(made, kernel=before))
     for arm in _stock(point):
         builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
-    if point.kind == "chain" and "default" in chosen:
+    if point.kind == "chain":
         for name, tamper in ABLATIONS.items():
-            builder = lambda tamper=tamper: planned(made, CANDIDATES["default"], tamper=tamper)  # noqa: E731
-            builders[f"default: {name}"] = ("ablations", builder)  # type: ignore[assignment]
+            builders[name] = ("ablations", lambda tamper=tamper: planned(made, tamper=tamper))  # type: ignore[misc]
     calls: dict[str, Call] = {}
     for name, (group, build) in builders.items():
         found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""The arms of `benchmarks.latency`: launches of the divided kernel, and plans that leave out a part of the work."""
+"""The arms of `benchmarks.latency`: the divided kernel, that of another commit, and plans that leave out a part of the work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,35 +24,14 @@ from sglang_specverify.kernels.launch import arch_of
 from sglang_specverify.kernels.plan import ITEM_WORDS, Plan
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """What a launch changes of the table's.
-
-    Attributes:
-        changes: fields of `LaunchConfig`.
-    """
-
-    changes: dict[str, int] = field(default_factory=dict)
-
-
-_SMALL = {"block_n": 128, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 1}
-CANDIDATES: dict[str, Candidate] = {
-    "default": Candidate(),
-    "edge ahead": Candidate({"peel": 2}),
-    "edge ahead, half parts": Candidate({"peel": 2, "half_parts": 1}),
-    "edge ahead, pdl, parts of 128": Candidate({"peel": 2, "pdl": 1, "min_part": 128}),
-    "1 program, edge ahead": Candidate(_SMALL | {"peel": 2}),
-}
-
-
-def planned(made: Inputs, candidate: Candidate, *, tamper: Callable[[Plan], None] | None = None, kernel: Any = None) -> Call:
-    """Calls by a candidate's launch, with a plan and scratch that were made before.
+def planned(made: Inputs, *, tamper: Callable[[Plan], None] | None = None, kernel: Any = None) -> Call:
+    """Calls with a plan and scratch that were made before.
 
     Args:
         tamper: done to the plan when it is filled.
         kernel: in place of the fused kernel; it gets those of its constants that it knows.
     """
-    plan, arguments, problem = _plan_of(made, candidate)
+    plan, arguments, problem = _plan_of(made)
     if tamper is not None:
         tamper(plan)
     size = max(16, plan.shape.workspace_bytes(plan.batch))
@@ -64,7 +43,7 @@ def planned(made: Inputs, candidate: Candidate, *, tamper: Callable[[Plan], None
         launch = fused_launch(a, problem, out, None, plan.shape.config, arch_of(out.device), plan=plan, split=split)
         if kernel is not None:
             constants = {name: value for name, value in launch.constants.items() if name in kernel.arg_names}
-            # As it was chosen before the parts became one tile.
+            # As it was chosen before parts were read ahead.
             rows = plan.shape.config.block_m * launch.constants["BLOCK_DV"]
             constants["COMBINE"] = max(1, min(8, 96 * 32 * plan.shape.config.num_warps // rows))
             launch = replace(launch, kernel=kernel, constants=constants)
@@ -77,20 +56,14 @@ def planned(made: Inputs, candidate: Candidate, *, tamper: Callable[[Plan], None
     return call
 
 
-def _plan_of(made: Inputs, candidate: Candidate) -> tuple[Plan, VerifyArguments | DraftArguments, Problem]:
-    point, device = made.point, made.q.device
+def _plan_of(made: Inputs) -> tuple[Plan, VerifyArguments | DraftArguments, Problem]:
+    point = made.point
     facts: dict[str, Any] = {
         "num_draft_tokens": point.width, "q_heads": point.q_heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim,
         "dtype": made.q.dtype, "cache_dtype": made.k.dtype, "page_size": point.page_size, "branches": point.kind == "draft",
         "divide": True,
     }  # fmt: skip
-    default = plan_verify_attention(made.prefix_lens, made.row_ids, **facts).shape.config
-    changes = candidate.changes
-    if device.type == "cpu":
-        # The interpreter's blocks are small; which parts of the code run is all that is looked at there.
-        changes = {name: value for name, value in changes.items() if name in ("peel", "min_part", "half_parts")}
-    config = replace(default, **changes)
-    plan = plan_verify_attention(made.prefix_lens, made.row_ids, config=config, **facts)
+    plan = plan_verify_attention(made.prefix_lens, made.row_ids, **facts)
     shared: dict[str, Any] = common(made) | {
         "q": made.q, "k_cache": made.k[0], "v_cache": made.v[0], "table": made.table, "row_ids": made.row_ids,
         "prefix_lens": made.prefix_lens, "slot_map": None, "softcap": 0.0, "sm_scale": None, "deterministic": False,

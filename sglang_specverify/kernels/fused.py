@@ -116,7 +116,6 @@ def fused_launch(
     parts_ahead, combine = _parts_ahead(config, problem.v_head_dim)
     tree = tree_of(problem)
     windowed = problem.window >= 0
-    peel = bool(config.peel) and not merge and not windowed
     positions = verify.positions if verify is not None and windowed and problem.kind != "chain" else None
     slots = None if draft is None else draft.draft_slots
     return Launch(
@@ -141,8 +140,7 @@ def fused_launch(
             "out": out,
             "lse": lse,
             "plan": None if split is None else split.plan.buffer,
-            # In the smaller type they take the first half of it.
-            "partial_out": None if split is None else split.partial_out.view(a.q.dtype if config.half_parts else torch.float32),
+            "partial_out": None if split is None else split.partial_out,
             "partial_lse": None if split is None else split.partial_lse,
             "queries": queries,
             "tree_words": 1 if tree is None else tree.words,
@@ -174,20 +172,17 @@ def fused_launch(
             "SPLIT": split is not None,
             "MERGE": merge,
             # A loop of its own for what needs no mask pays where the prefix is long; a window masks everything.
-            "PEEL": peel,
+            "PEEL": bool(config.peel) and not merge and not windowed,
             "SIGNED": k_scale is not None or scale <= 0.0,
             "AHEAD": config.max_registers == 0,
-            # A tree's rest of the prefix and drafts would need its masks ahead too.
-            "EDGE_AHEAD": config.peel == 2 and config.max_registers == 0 and not (merge or windowed or tree is not None),
             "COMBINE": combine,
             "PARTS_AHEAD": parts_ahead,
-            "PDL": config.pdl_on(arch),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_D": padded(problem.head_dim),
             "BLOCK_DV": padded(problem.v_head_dim),
         },
-        options=config.options(arch) | ({"launch_pdl": True} if config.pdl_on(arch) else {}),
+        options=config.options(arch),
     )
 
 

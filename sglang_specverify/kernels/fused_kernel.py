@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Values of KIND. A tree comes as bits, whatever layout its mask has: `plan_kernel.py` packs them.
 CHAIN, TREE, BRANCHES = 0, 1, 2
@@ -55,29 +54,6 @@ def _wanted_slots(table_row, n, exists, wanted, slot_map, PAGE_SIZE: tl.constexp
         slot = tl.where(wanted & (page >= 0), page * PAGE_SIZE + n % PAGE_SIZE, -1)
     if HAS_SLOT_MAP:
         slot = tl.load(slot_map + slot, mask=slot >= 0, other=-1).to(tl.int64)
-    return slot
-
-
-@triton.jit
-def _edge_slots(
-    table_row, start, prefix, stop, slot_map, drafted, draft_branch, draft_step, branch_keys,
-    KIND: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """int64 cache slots of the keys start to start + BLOCK_N - 1 of a chain or of branches, -1 from `stop` on.
-
-    `drafted`: a request's draft slots, for branches.
-    """
-    n = start + tl.arange(0, BLOCK_N)
-    exists = n < stop
-    if KIND == 2:
-        j = n - prefix
-        slot = _wanted_slots(table_row, n, exists & (j < 0), exists & (j < 0), None, PAGE_SIZE, False)
-        at = drafted + (j // branch_keys).to(tl.int64) * draft_branch + (j % branch_keys) * draft_step
-        slot = tl.where(j < 0, slot, tl.load(at, mask=exists & (j >= 0), other=-1).to(tl.int64))
-        if HAS_SLOT_MAP:
-            slot = tl.load(slot_map + slot, mask=slot >= 0, other=-1).to(tl.int64)
-    else:
-        slot = _wanted_slots(table_row, n, exists, exists, slot_map, PAGE_SIZE, HAS_SLOT_MAP)
     return slot
 
 
@@ -152,10 +128,8 @@ def _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.co
     `stride`: partial tiles from one part to the next. From the L2 cache: other multiprocessors wrote them.
     """
     there = is_lane & (part < num_splits)
-    # Tiles are counted in 32 bits, which spares full products of 64, and only what they hold is not.
-    tiles = (part * stride).to(tl.int64)
-    lse = tl.load(lse_at + tiles * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
-    out = tl.load(out_at + tiles * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
+    lse = tl.load(lse_at + part * stride * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
+    out = tl.load(out_at + part * stride * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
     return lse, out
 
 
@@ -176,7 +150,7 @@ def _add_four(peak, weights, acc, e0, e1, e2, e3, o0, o1, o2, o3):
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     alpha = tl.exp2(peak - base)
     w0, w1, w2, w3 = tl.exp2(e0 - base), tl.exp2(e1 - base), tl.exp2(e2 - base), tl.exp2(e3 - base)
-    acc = acc * alpha + o0.to(tl.float32) * w0 + o1.to(tl.float32) * w1 + o2.to(tl.float32) * w2 + o3.to(tl.float32) * w3
+    acc = acc * alpha + o0 * w0 + o1 * w1 + o2 * w2 + o3 * w3
     return new_peak, weights * alpha + w0 + w1 + w2 + w3, acc
 
 
@@ -192,7 +166,7 @@ def verify_attention_kernel(
     PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr,
-    EDGE_AHEAD: tl.constexpr, COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr, PDL: tl.constexpr,
+    COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head of one request, over its prefix or a split of it, and its drafts.
@@ -202,13 +176,9 @@ def verify_attention_kernel(
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
-    EDGE_AHEAD: so does the loop with masks. PARTS_AHEAD: four parts are read ahead of their combination; else COMBINE parts stand
-    behind each other in the code. PDL: launched before the kernel in front of it has ended.
+    PARTS_AHEAD: four parts are read ahead of their combination; else COMBINE parts stand behind each other in the code.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
-    if PDL:
-        # Before the first read: the kernel in front may have written any of the arguments, the plan too.
-        gdc_wait()
     tile = tl.program_id(0)
     head = tl.program_id(1)
     item = tl.program_id(2)
@@ -307,20 +277,9 @@ def verify_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     local = tl.arange(0, BLOCK_N)
 
-    full_stop = begin
-    if PEEL:
-        full_stop = begin + (prefix_stop - begin) // BLOCK_N * BLOCK_N
-    if EDGE_AHEAD:
-        # Before the full tiles, so that the pipeline of the rest need not begin with a wait for them.
-        drafted_at = draft_slots
-        if KIND == 2:
-            drafted_at = draft_slots + request.to(tl.int64) * draft_row
-        edge = _edge_slots(
-            table_row, full_stop, prefix, stop, slot_map, drafted_at, draft_branch, draft_step, branch_keys,
-            KIND, PAGE_SIZE, HAS_SLOT_MAP, BLOCK_N,
-        )  # fmt: skip
     if PEEL:
         # Full tiles of the prefix, every key of which every row sees.
+        full_stop = begin + (prefix_stop - begin) // BLOCK_N * BLOCK_N
         if AHEAD:
             following = tl.full([BLOCK_N], 0, tl.int64)
             if begin < full_stop:
@@ -356,8 +315,7 @@ def verify_attention_kernel(
         if BLOCK_N > 64:
             bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
 
-    # What is behind the full tiles is one tile or two, and a deeper pipeline would begin with loads of tiles that do not exist.
-    for start in tl.range(begin, stop, BLOCK_N, num_stages=2 if EDGE_AHEAD and PEEL else None):
+    for start in tl.range(begin, stop, BLOCK_N):
         n = start + local
         # A key that nobody sees is not read: what it holds may be NaN, and 0 * NaN is NaN.
         exists = n < stop
@@ -381,13 +339,7 @@ def verify_attention_kernel(
             bits = _tree_word(row_words, word, tree_words, is_row, prefix - base, MERGE)
             if BLOCK_N > 64:
                 bits_2 = _tree_word(row_words, word + 1, tree_words, is_row, prefix - base, MERGE)
-        if EDGE_AHEAD:
-            slot = edge
-            edge = _edge_slots(
-                table_row, start + BLOCK_N, prefix, stop, slot_map, drafted_at, draft_branch, draft_step, branch_keys,
-                KIND, PAGE_SIZE, HAS_SLOT_MAP, BLOCK_N,
-            )  # fmt: skip
-        elif KIND == 2:
+        if KIND == 2:
             j = n - prefix
             slot = _wanted_slots(table_row, n, exists & (j < 0), wanted & (j < 0), None, PAGE_SIZE, False)
             own = draft_slots + request.to(tl.int64) * draft_row + (j // branch_keys).to(tl.int64) * draft_branch
@@ -425,9 +377,6 @@ def verify_attention_kernel(
         else:
             m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
 
-    if PDL:
-        # For kernels behind it that wait for its end themselves, as this one does: the next layer's, when nothing is between.
-        gdc_launch_dependents()
     if SPLIT:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if num_splits > 1:
             # This split's output and LSE, normalised, in a place of its own.
@@ -438,18 +387,14 @@ def verify_attention_kernel(
             norm = tl.where(total > 0.0, total, 1.0)
             tl.store(partial_lse + at * BLOCK_M + lane, tl.where(total > 0.0, m + tl.log2(norm), float("-inf")))
             o_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
-            tl.store(o_at, (acc / norm[:, None]).to(partial_out.dtype.element_ty))
+            tl.store(o_at, acc / norm[:, None])
             # All threads' stores come before the count, which releases them to whoever counts after.
             tl.debug_barrier()
             counter = plan + counters_at + (request * heads + head) * tiles + tile
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
                 return
             tl.store(counter, 0)
-            stride = heads * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
-            # With PARTS_AHEAD four parts are on their way before the first is used, and four more as soon as these are added.
-            # They are carried through the loop because the compiler moves loads of one block down to what uses them, to save
-            # registers, and each few would wait for the L2 cache.
             # The LSE is a column and not a row, so that each thread reads what it multiplies with and nothing changes its layout.
             is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
             lse_at = partial_lse + at * BLOCK_M + lane[:, None]
@@ -458,6 +403,10 @@ def verify_attention_kernel(
             weights = tl.zeros([BLOCK_M, 1], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if PARTS_AHEAD:
+                # Four are on their way before the first is used, and four more as soon as these are added. The loop carries them
+                # because the compiler moves loads of one block down to what uses them, and few would stand together.
+                # In 32 bits: a request has 2 (programs / (heads tiles) + 1) parts at the most, or of 512 rows in all.
+                stride = heads * tiles
                 a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
                 for next_four in tl.range(4, num_splits + 4, 4):
                     peak, weights, acc = _add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
@@ -465,6 +414,7 @@ def verify_attention_kernel(
                         lse_at, out_at, next_four, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
                     )
             else:
+                stride = heads.to(tl.int64) * tiles
                 for first in tl.range(0, num_splits, COMBINE):
                     for u in tl.static_range(COMBINE):
                         e0, o0 = _read_part(lse_at, out_at, first + u, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
@@ -473,7 +423,7 @@ def verify_attention_kernel(
                         alpha_1 = tl.exp2(peak - base_1)
                         weight_1 = tl.exp2(e0 - base_1)
                         weights = weights * alpha_1 + weight_1
-                        acc = acc * alpha_1 + o0.to(tl.float32) * weight_1
+                        acc = acc * alpha_1 + o0 * weight_1
                         peak = new_peak
             m = tl.max(peak, 1)
             total = tl.sum(weights, 1)

@@ -28,12 +28,8 @@ class LaunchConfig:
         num_stages: depth of the software pipeline over keys.
         ctas_per_sm: programs that a multiprocessor holds at once; a split of the prefix aims at filling them once.
         amd: options for AMD's compiler, by the names of `AMD_OPTIONS`; must be empty on NVIDIA.
-        peel: 1 for a loop of its own over the part of the prefix that needs no mask, which pays where that is long; 2 for such a
-            loop behind a read of the slots that follow it, for chains and branches without a window.
+        peel: 1 for a loop of its own over the part of the prefix that needs no mask, which pays where that is long.
         max_registers: limit on NVIDIA, so that more programs fit; 0 for none.
-        half_parts: 1 to keep the parts' outputs in q's type and not in FP32: half the bytes to combine, one more rounding.
-        min_part: keys of a prefix's shortest part, a multiple of 128; 0 for `plan.MIN_CHUNKS`. Deterministic divisions ignore it.
-        pdl: 1 to be launched before the kernel in front has ended, on NVIDIA from Hopper on (programmatic dependent launch).
     """
 
     block_m: int
@@ -44,13 +40,6 @@ class LaunchConfig:
     amd: tuple[tuple[str, int], ...] = ()
     peel: int = 1
     max_registers: int = 0
-    half_parts: int = 0
-    min_part: int = 0
-    pdl: int = 0
-
-    def pdl_on(self, arch: str) -> bool:
-        """Whether a kernel that can wait for the one in front is launched early on `arch`; not among the compiler's options."""
-        return bool(self.pdl) and arch.startswith(("sm_9", "sm_10", "sm_12"))
 
     def options(self, arch: str) -> dict[str, int]:
         """Compiler options for `arch`: those of AMD only where it is one of AMD's."""

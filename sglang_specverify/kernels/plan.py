@@ -283,7 +283,7 @@ def plan_constants(plan: Plan, masks: Masks | None) -> dict[str, Any]:
         "HAS_WINDOW": divides and plan.window >= 0,
         "DETERMINISTIC": deterministic,
         "MAX_SPLITS": plan.shape.max_splits if deterministic else 1,
-        "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else plan.shape.config.min_part or MIN_CHUNKS[plan.kernel],
+        "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel],
         "ALIGN": ALIGN,
         "BLOCK_BATCH": _block_batch(plan.batch) if divides else 16,
         "BLOCK_ITEMS": 64,

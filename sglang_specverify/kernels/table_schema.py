@@ -53,13 +53,9 @@ _LAUNCH: dict[str, tuple[int, ...]] = {
 }
 #: Numbers that may be left out, and then are what `LaunchConfig` says.
 _OPTIONAL: dict[str, tuple[int, ...]] = {
-    "peel": (0, 1, 2),
+    "peel": (0, 1),
     # Of NVIDIA's compiler; 0 leaves it to the compiler.
     "max_registers": (0, *range(64, 256, 8)),
-    "half_parts": (0, 1),
-    # Multiples of `plan.ALIGN`; 0 for `plan.MIN_CHUNKS`.
-    "min_part": tuple(range(0, 4096, 128)),
-    "pdl": (0, 1),
 }
 _AMD: dict[str, tuple[int, ...]] = {
     # 0 leaves the occupancy to the compiler.
@@ -240,9 +236,10 @@ def _entry(where: str, value: object, arch: str) -> Entry:
         raise _bad(where, "spill_bytes", spill, "0 or more")
     if not isinstance(reason, str) or bool(spill) != bool(reason):
         raise _bad(where, "spill_reason", reason, "the measurement that justifies spills, and only with spill_bytes above 0")
-    for name in ("max_registers", "pdl"):
-        if launch.get(name) and arch.startswith("gfx"):
-            raise _bad(where, f"launch.{name}", launch[name], f"no options of NVIDIA's compiler in a table for {arch}")
+    if launch.get("max_registers") and arch.startswith("gfx"):
+        raise _bad(
+            where, "launch.max_registers", launch["max_registers"], f"no options of NVIDIA's compiler in a table for {arch}"
+        )
     numbers = {name: launch[name] for name in (*_LAUNCH, *_OPTIONAL) if name in launch}
     return Entry(conditions, LaunchConfig(**numbers, amd=tuple(amd.items())), raw["measured"], spill, reason)
 

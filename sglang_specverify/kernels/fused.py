@@ -113,6 +113,7 @@ def fused_launch(
     capped = problem.softcap > 0
     scale = problem.sm_scale * k_factor * (2.0 / problem.softcap if capped else 1.0) * LOG2_E
     queries = problem.queries or 1
+    parts_ahead, combine = _parts_ahead(config, problem.v_head_dim)
     tree = tree_of(problem)
     windowed = problem.window >= 0
     positions = verify.positions if verify is not None and windowed and problem.kind != "chain" else None
@@ -174,8 +175,8 @@ def fused_launch(
             "PEEL": bool(config.peel) and not merge and not windowed,
             "SIGNED": k_scale is not None or scale <= 0.0,
             "AHEAD": config.max_registers == 0,
-            # Parts that the combining program reads at once: as many as some 96 registers a thread hold.
-            "COMBINE": max(1, min(8, 96 * 32 * config.num_warps // (config.block_m * padded(problem.v_head_dim)))),
+            "COMBINE": combine,
+            "PARTS_AHEAD": parts_ahead,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_D": padded(problem.head_dim),
@@ -183,6 +184,16 @@ def fused_launch(
         },
         options=config.options(arch),
     )
+
+
+def _parts_ahead(config: LaunchConfig, v_head_dim: int) -> tuple[bool, int]:
+    """Whether the combining program reads four parts ahead: where its registers hold them in FP32 beside their sum and some
+    hundred others. And how many it reads behind each other elsewhere: as many as some 96 registers hold.
+    """
+    registers = config.max_registers or min(255, 65536 // (32 * config.num_warps * config.ctas_per_sm))
+    of_sum = config.block_m * padded(v_head_dim) / (32 * config.num_warps)
+    ahead = 5 * of_sum <= registers - 104
+    return ahead, 1 if ahead else max(1, min(8, int(96 / of_sum)))
 
 
 def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:

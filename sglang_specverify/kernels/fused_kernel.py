@@ -121,6 +121,39 @@ def _accumulate(s, scale, v, m, total, acc):
     return m_new, total, acc
 
 
+@triton.jit
+def _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """(LSE [BLOCK_M, 1], output [BLOCK_M, BLOCK_DV]) of a request's part; -inf and 0 where there is none.
+
+    `stride`: partial tiles from one part to the next. From the L2 cache: other multiprocessors wrote them.
+    """
+    there = is_lane & (part < num_splits)
+    lse = tl.load(lse_at + part * stride * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
+    out = tl.load(out_at + part * stride * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
+    return lse, out
+
+
+@triton.jit
+def _read_four(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """LSEs and outputs of four parts, as `_read_part` reads them."""
+    e0, o0 = _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    e1, o1 = _read_part(lse_at, out_at, part + 1, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    e2, o2 = _read_part(lse_at, out_at, part + 2, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    e3, o3 = _read_part(lse_at, out_at, part + 3, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    return e0, e1, e2, e3, o0, o1, o2, o3
+
+
+@triton.jit
+def _add_four(peak, weights, acc, e0, e1, e2, e3, o0, o1, o2, o3):
+    """Four parts more of a sum, always in their order; peak and weights [BLOCK_M, 1] in units of log 2."""
+    new_peak = tl.maximum(peak, tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3)))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    alpha = tl.exp2(peak - base)
+    w0, w1, w2, w3 = tl.exp2(e0 - base), tl.exp2(e1 - base), tl.exp2(e2 - base), tl.exp2(e3 - base)
+    acc = acc * alpha + o0 * w0 + o1 * w1 + o2 * w2 + o3 * w3
+    return new_peak, weights * alpha + w0 + w1 + w2 + w3, acc
+
+
 # Numbers that change with the batch, the step or the tree, and whose value or alignment helps no address: one compilation each.
 @triton.jit(do_not_specialize=["queries", "tree_words", "branch_keys", "window", "counters_at"])
 def verify_attention_kernel(
@@ -133,7 +166,7 @@ def verify_attention_kernel(
     PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr,
-    COMBINE: tl.constexpr,
+    COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head of one request, over its prefix or a split of it, and its drafts.
@@ -143,6 +176,7 @@ def verify_attention_kernel(
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
+    PARTS_AHEAD: four parts are read ahead of their combination; else COMBINE parts stand behind each other in the code.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     tile = tl.program_id(0)
@@ -360,30 +394,37 @@ def verify_attention_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
                 return
             tl.store(counter, 0)
-            # Several parts at a time, so that they are read together. The LSE is a column and not a row, so that each thread
-            # reads what it multiplies with and nothing changes its layout.
-            stride = heads.to(tl.int64) * tiles
             at = (partial * heads + head).to(tl.int64) * tiles + tile
+            # The LSE is a column and not a row, so that each thread reads what it multiplies with and nothing changes its layout.
             is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
-            lse_parts = partial_lse + at * BLOCK_M + lane[:, None]
-            out_parts = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
+            lse_at = partial_lse + at * BLOCK_M + lane[:, None]
+            out_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
             peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
             weights = tl.zeros([BLOCK_M, 1], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            for first in tl.range(0, num_splits, COMBINE):
-                for u in tl.static_range(COMBINE):
-                    there = is_lane & (first + u < num_splits)
-                    lse_at_part = lse_parts + (first + u) * stride * BLOCK_M
-                    out_at_part = out_parts + (first + u) * stride * (BLOCK_M * BLOCK_DV)
-                    part_lse = tl.load(lse_at_part, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    part = tl.load(out_at_part, mask=there, other=0.0, cache_modifier=".cg")
-                    new_peak = tl.maximum(peak, part_lse)
-                    base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                    alpha_1 = tl.exp2(peak - base_1)
-                    weight_1 = tl.exp2(part_lse - base_1)
-                    weights = weights * alpha_1 + weight_1
-                    acc = acc * alpha_1 + part * weight_1
-                    peak = new_peak
+            if PARTS_AHEAD:
+                # Four are on their way before the first is used, and four more as soon as these are added. The loop carries them
+                # because the compiler moves loads of one block down to what uses them, and few would stand together.
+                # In 32 bits: a request has 2 (programs / (heads tiles) + 1) parts at the most, or of 512 rows in all.
+                stride = heads * tiles
+                a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                for next_four in tl.range(4, num_splits + 4, 4):
+                    peak, weights, acc = _add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
+                    a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(
+                        lse_at, out_at, next_four, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                    )
+            else:
+                stride = heads.to(tl.int64) * tiles
+                for first in tl.range(0, num_splits, COMBINE):
+                    for u in tl.static_range(COMBINE):
+                        e0, o0 = _read_part(lse_at, out_at, first + u, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                        new_peak = tl.maximum(peak, e0)
+                        base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                        alpha_1 = tl.exp2(peak - base_1)
+                        weight_1 = tl.exp2(e0 - base_1)
+                        weights = weights * alpha_1 + weight_1
+                        acc = acc * alpha_1 + o0 * weight_1
+                        peak = new_peak
             m = tl.max(peak, 1)
             total = tl.sum(weights, 1)
 

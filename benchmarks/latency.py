@@ -1,0 +1,194 @@
+"""Where a short divided prefix spends its time: chains and draft decode of few requests.
+
+    git show COMMIT:sglang_specverify/kernels/fused_kernel.py > before.py
+    python -m benchmarks.latency --out latency.json [--seconds 90] [--before before.py]
+    TRITON_INTERPRET=1 python -m benchmarks.latency --device cpu --out dry.json
+
+Needs a GPU and no SGLang; FlashAttention 3 is an arm where it can be imported. Every arm is held to FP64 before it is timed, and
+all arms of a point are timed in turn (`benchmarks.timing`), on one layer ("warm", in the L2 cache) and over many ("cold").
+Kernels compile before that, in several processes. What is cut off at the end of the time is cut off for all arms.
+
+Ablations are plans that were tampered with, so that programs leave out a part of their work: their outputs are wrong, and only
+the time that they take means anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gate, inputs, record, timing
+from benchmarks.arms import Arm, Call
+from benchmarks.latency_arms import ABLATIONS, planned
+from benchmarks.measure import why
+from benchmarks.points import Point
+from benchmarks.stock import FLASH_ATTENTION
+
+#: The last is long: what is fast at the others must not lose there.
+_CHAINS = ((1, 8192), (1, 1024), (4, 2048), (1, 32768), (4, 8192), (8, 4096), (4, 131072))
+_DRAFTS = ((1, 2048), (4, 2048), (1, 8192), (4, 8192))
+#: In the order in which they are measured.
+POINTS = (
+    *(Point("chain", batch, 4, length) for batch, length in _CHAINS[:3]),
+    *(Point("draft", batch, 8, length) for batch, length in _DRAFTS),
+    *(Point("chain", batch, 4, length) for batch, length in _CHAINS[3:]),
+)
+_SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
+#: For a dry run: prefixes that the interpreter's plan divides.
+TINY = (Point("chain", 1, 4, 530, **_SHAPE), Point("draft", 2, 3, 300, **_SHAPE))
+#: What makes every kernel compile: launch configurations depend on the batch.
+SHAPES = tuple(Point(kind, batch, width, 1024) for kind, width in (("chain", 4), ("draft", 8)) for batch in (1, 4))  # type: ignore[arg-type]
+#: Few rounds: arms and ablations are many.
+_ROUNDS = 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("latency.json"), help="result file, written after every point")
+    parser.add_argument("--seconds", type=float, default=90.0, help="start no point after this")
+    parser.add_argument("--before", type=Path, help="a fused_kernel.py of another commit, to be timed as the arm `before`")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run, in Triton's interpreter")
+    parser.add_argument("--compile", action="store_true", help="run small points once, with --before that kernel, and stop")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    device = torch.device(options.device)
+    kernel = None if options.before is None else kernel_of(options.before)
+    if options.compile:
+        for point in SHAPES:
+            made = inputs.make(point, device, most_layers=1)
+            planned(made, kernel=kernel)(0)
+        torch.cuda.synchronize()
+        return
+    tiny = device.type != "cuda"
+    jobs = [] if tiny else _compilers(options.before)
+    results: dict[str, Any] = {"points": []}
+    _wait(jobs, begin + 0.5 * options.seconds)
+    print(f"compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
+    for point in TINY if tiny else POINTS:
+        if time.monotonic() - begin > options.seconds:
+            print("out of time before", point.name, flush=True)
+            break
+        row = measure(point, kernel, device)
+        results["points"].append(row)
+        print(*lines(row), f"  ({time.monotonic() - begin:.0f} s)", sep="\n", flush=True)
+        record.write(options.out, results)
+
+
+def _compilers(before: Path | None) -> list[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "benchmarks.latency", "--compile"]
+    jobs = [command] if before is None else [command, [*command, "--before", str(before)]]
+    return [subprocess.Popen(job) for job in jobs]
+
+
+def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
+    """Until all is compiled; what is not done in time is ended, and compiles where it runs."""
+    for job in jobs:
+        try:
+            job.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+        if job.returncode:
+            print("compiling failed:", " ".join(map(str, job.args)), flush=True)  # type: ignore[arg-type]
+
+
+def measure(point: Point, before: Any, device: torch.device) -> dict[str, Any]:
+    """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none.
+
+    Args:
+        before: the fused kernel of another commit, or None.
+    """
+    made = inputs.make(point, device)
+    row: dict[str, Any] = {"name": point.name, "point": point.as_dict(), "layers": made.layers, "arms": {}, "ablations": {}}
+    samples = gate.samples(made)
+    builders: dict[str, tuple[str, Callable[[], Call]]] = {"default": ("arms", lambda: planned(made))}
+    if before is not None:
+        builders["before"] = ("arms", lambda: planned(made, kernel=before))
+    for arm in _stock(point):
+        builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
+    if point.kind == "chain":
+        for name, tamper in ABLATIONS.items():
+            builders[name] = ("ablations", lambda tamper=tamper: planned(made, tamper=tamper))  # type: ignore[misc]
+    calls: dict[str, Call] = {}
+    for name, (group, build) in builders.items():
+        found: dict[str, Any] = {}
+        row[group][name] = found
+        try:
+            call = build()
+            out = call(0)
+            if group == "arms":
+                found["error"] = gate.error(made, out, samples)
+                if not found["error"] <= gate.LIMIT:
+                    found["why"] = "wrong"
+                    continue
+        except Exception as failure:
+            found["why"] = why(failure)
+            continue
+        calls[name] = call
+    if device.type == "cuda":
+        for state, layers in (("warm", 1), ("cold", made.layers)):
+            if layers > 1 or state == "cold":
+                _time(row, builders, calls, state, layers)
+        torch.cuda.synchronize()
+    return row
+
+
+def _time(row: dict[str, Any], builders: dict[str, Any], calls: dict[str, Call], state: str, layers: int) -> None:
+    replays: dict[str, timing.Replay] = {}
+    for name, call in calls.items():
+        try:
+            replays[name] = replace(timing.capture(call, layers), rounds=_ROUNDS)
+        except Exception as failure:
+            row[builders[name][0]][name]["why"] = f"not captured: {why(failure)}"
+    for name, times in timing.alternate(replays).items():
+        row[builders[name][0]][name][state] = timing.summarise(times, replays[name].calls).as_dict()
+    del replays
+    gc.collect()
+
+
+def _stock(point: Point) -> list[Arm]:
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return []
+    return [arm for arm in FLASH_ATTENTION if arm.name == "fa3" and point.kind in arm.kinds]
+
+
+def kernel_of(path: Path) -> Any:
+    """The fused kernel in another file."""
+    spec = importlib.util.spec_from_file_location("fused_kernel_before", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.verify_attention_kernel
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """The arms of a point, the fastest first, and its ablations."""
+
+    def us(found: dict[str, Any]) -> str:
+        times = [
+            f"{state} {found[state]['us']:7.2f} ±{found[state]['spread']:.2f}" for state in ("warm", "cold") if state in found
+        ]
+        return ", ".join(times) or found.get("why") or (f"error {found['error']:.4f}" if "error" in found else "ran")
+
+    def order(item: tuple[str, dict[str, Any]]) -> float:
+        return float(item[1].get("cold", {"us": 1e9})["us"])
+
+    out = [row["name"]]
+    for group in ("arms", "ablations"):
+        arms = sorted(row[group].items(), key=order) if group == "arms" else row[group].items()
+        out += [f"  {name:38} {us(found)}" for name, found in arms]
+    return out
+
+
+if __name__ == "__main__":
+    main()

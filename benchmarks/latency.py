@@ -114,7 +114,7 @@ def measure(point: Point, before: Any, device: torch.device) -> dict[str, Any]:
     builders: dict[str, tuple[str, Callable[[], Call]]] = {"default": ("arms", lambda: planned(made))}
     if before is not None:
         builders["before"] = ("arms", lambda: planned(made, kernel=before))
-    for arm in _stock(point):
+    for arm in _stock(point, device):
         builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
     if point.kind == "chain":
         for name, tamper in ABLATIONS.items():
@@ -156,8 +156,9 @@ def _time(row: dict[str, Any], builders: dict[str, Any], calls: dict[str, Call],
     gc.collect()
 
 
-def _stock(point: Point) -> list[Arm]:
-    if importlib.util.find_spec("sgl_kernel") is None:
+def _stock(point: Point, device: torch.device) -> list[Arm]:
+    # Without a GPU a package of that name stands in for SGLang's own, and its FlashAttention is none.
+    if device.type != "cuda" or importlib.util.find_spec("sgl_kernel") is None:
         return []
     return [arm for arm in FLASH_ATTENTION if arm.name == "fa3" and point.kind in arm.kinds]
 

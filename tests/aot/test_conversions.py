@@ -63,6 +63,12 @@ def test_the_ptxas_that_triton_takes_decides(release: str, way: str, monkeypatch
     assert len(asked) == 2
 
 
+def test_a_ptxas_chosen_for_one_launch_decides_nothing_later(there: There) -> None:
+    """In the process that compiled the packed multiply with a newer ptxas, the next launch goes by Triton's own."""
+    before, after = there(workers.conversions_around_the_packed_one, "sm_100")
+    assert before == after
+
+
 def test_which_way_an_architecture_has() -> None:
     assert conversions("sm_100", (13, 3)) == ("fp16", "integer")
     assert conversions("sm_103", (13, 4)) == ("packed", "fp16", "integer")

@@ -18,6 +18,7 @@ from sglang_specverify.kernels.aot_auxiliary import auxiliary
 from sglang_specverify.kernels.aot_cases import meta
 from sglang_specverify.kernels.aot_sparse_mla import launches_of
 from sglang_specverify.kernels.launch import Launch
+from sglang_specverify.kernels.sparse_mla.conversions import conversion_of
 from sglang_specverify.kernels.targets import from_arch
 
 
@@ -98,18 +99,32 @@ def decoding_packed(arch: str) -> tuple[str, int]:
     return binary.asm["ptx"], binary.metadata.tmem_size
 
 
+def conversions_around_the_packed_one(arch: str) -> tuple[str, str]:
+    """What `conversion_of` says before and after this process compiled the packed multiply."""
+    before = conversion_of(arch)
+    assert not converting(arch, "packed")[1]
+    return before, conversion_of(arch)
+
+
 def _binary(launch: Launch, arch: str, *, packed: bool) -> Any:
     """What Triton makes of a launch; by the newest ptxas for the packed multiply."""
     import triton
     from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas_version
     from triton.compiler import make_backend
 
     target = from_arch(arch)
-    if packed:
-        # Triton remembers the version of the ptxas that it met first.
-        launch = replace(launch, options={**launch.options, "ptx_version": 94})
-    with aot._compiler(target):
-        if packed:
+    if not packed:
+        with aot._compiler(target):
+            source, chosen = aot._source(launch, make_backend(target.triton))
+            return triton.compile(source, target=target.triton, options=chosen.__dict__)
+    launch = replace(launch, options={**launch.options, "ptx_version": 94})
+    # Triton remembers the version of the ptxas that it met first, and this process compiles other launches too.
+    get_ptxas_version.cache_clear()
+    try:
+        with aot._compiler(target):
             knobs.nvidia.ptxas_blackwell = str(aot._ptxas("sm_107"))
-        source, chosen = aot._source(launch, make_backend(target.triton))
-        return triton.compile(source, target=target.triton, options=chosen.__dict__)
+            source, chosen = aot._source(launch, make_backend(target.triton))
+            return triton.compile(source, target=target.triton, options=chosen.__dict__)
+    finally:
+        get_ptxas_version.cache_clear()

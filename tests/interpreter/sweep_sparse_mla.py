@@ -13,7 +13,7 @@ from tests.gpu.sparse_mla_problems import Problem, build, moved, oracle
 #: Kind of call, format of the window's rows, and the call. Lists hold -1 and slots beyond the pool, pages lie apart.
 CALLS = (
     ("one row", "swa_mxfp8", Problem(2, 1, 64, 70, 40, pad=48, seed=1)),
-    ("one row", "swa_fp8", Problem(1, 1, 16, 70, 40, swa_format="swa_fp8", swa_layout="interleaved", seed=2)),
+    ("one row, interleaved", "swa_fp8", Problem(1, 1, 16, 70, 40, swa_format="swa_fp8", swa_layout="interleaved", seed=2)),
     ("chain", "swa_mxfp8", Problem(2, 6, 16, 69, 40, shared=True, starts=True, main_page_rows=61, seed=3)),
     ("window alone", "swa_mxfp8", Problem(2, 1, 128, 40, 0, missing=0.5, seed=4)),
 )
@@ -28,7 +28,7 @@ def calls(device: str) -> Iterator[tuple[str, str, str, str, Callable[[], None]]
         yield "sparse_decode", kind, cache, "divided", lambda p=p: _decode(p, device, torch.float8_e4m3fn, 2)
         yield "sparse_decode", kind, cache, "whole", lambda p=p: _decode(p, device, torch.float8_e4m3fn, 1)
     for name in ("main_kv_fp4", "swa_mxfp8", "swa_fp8"):
-        yield "sparse_quantize", "rows", name, "with slots", lambda name=name: _quantize(name, device)
+        yield "sparse_quantize", name, name, "with slots", lambda name=name: _quantize(name, device)
 
 
 def _decode(p: Problem, device: str, query: torch.dtype, splits: int) -> None:

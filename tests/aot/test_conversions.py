@@ -65,8 +65,8 @@ def test_the_ptxas_that_triton_takes_decides(release: str, way: str, monkeypatch
 
 def test_a_ptxas_chosen_for_one_launch_decides_nothing_later(there: There) -> None:
     """In the process that compiled the packed multiply with a newer ptxas, the next launch goes by Triton's own."""
-    before, after = there(workers.conversions_around_the_packed_one, "sm_100")
-    assert before == after
+    behind, anew = there(workers.conversions_behind_the_packed_one, "sm_100")
+    assert behind == anew
 
 
 def test_which_way_an_architecture_has() -> None:

@@ -99,11 +99,15 @@ def decoding_packed(arch: str) -> tuple[str, int]:
     return binary.asm["ptx"], binary.metadata.tmem_size
 
 
-def conversions_around_the_packed_one(arch: str) -> tuple[str, str]:
-    """What `conversion_of` says before and after this process compiled the packed multiply."""
-    before = conversion_of(arch)
+def conversions_behind_the_packed_one(arch: str) -> tuple[str, str]:
+    """What `conversion_of` says when this process has just compiled the packed multiply, and when it asks Triton's ptxas anew."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    get_ptxas_version.cache_clear()
     assert not converting(arch, "packed")[1]
-    return before, conversion_of(arch)
+    behind = conversion_of(arch)
+    get_ptxas_version.cache_clear()
+    return behind, conversion_of(arch)
 
 
 def _binary(launch: Launch, arch: str, *, packed: bool) -> Any:

@@ -11,6 +11,7 @@ import torch
 from benchmarks.inputs import Inputs
 from benchmarks.points import DRAFT_STEP, TREE_DEPTH
 from sglang_specverify import kernels
+from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments, check_draft_decode, check_verify
 from sglang_specverify.kernels.variants import DIVIDING
 
 #: Runs one layer and returns its output [T, Hq, D]; what a step shares between layers was prepared before.
@@ -81,11 +82,8 @@ def variant(name: str) -> Callable[[Inputs], Call]:
     return build
 
 
-def selected(inputs: Inputs) -> tuple[str, str]:
-    """The variant that `variant="auto"` takes for the point's calls, and the reason."""
-    from sglang_specverify.kernels import run
-    from sglang_specverify.kernels.arguments import DraftArguments, VerifyArguments, check_draft_decode, check_verify
-
+def arguments_of(inputs: Inputs) -> tuple[VerifyArguments | DraftArguments, Problem]:
+    """The arguments of the point's first layer, checked."""
     shared: dict[str, Any] = common(inputs) | {
         "q": inputs.q, "k_cache": inputs.k[0], "v_cache": inputs.v[0], "table": inputs.table, "row_ids": inputs.row_ids,
         "prefix_lens": inputs.prefix_lens, "slot_map": None, "softcap": 0.0, "sm_scale": None, "deterministic": False,
@@ -93,11 +91,17 @@ def selected(inputs: Inputs) -> tuple[str, str]:
     }  # fmt: skip
     if inputs.draft_slots is not None:
         draft = DraftArguments(**shared, draft_slots=inputs.draft_slots, topk=inputs.point.width, step=DRAFT_STEP)
-        choice = run.choose(draft, check_draft_decode(draft), "auto")
-    else:
-        masked = {"mask": None, "positions": None} | verify_options(inputs)
-        verify = VerifyArguments(**shared | masked, q_offsets=None, mask_layout="qlen_only", mask_offsets=None)
-        choice = run.choose(verify, check_verify(verify), "auto")
+        return draft, check_draft_decode(draft)
+    masked = {"mask": None, "positions": None} | verify_options(inputs)
+    verify = VerifyArguments(**shared | masked, q_offsets=None, mask_layout="qlen_only", mask_offsets=None)
+    return verify, check_verify(verify)
+
+
+def selected(inputs: Inputs) -> tuple[str, str]:
+    """The variant that `variant="auto"` takes for the point's calls, and the reason."""
+    from sglang_specverify.kernels import run
+
+    choice = run.choose(*arguments_of(inputs), "auto")
     return choice.name, choice.reason
 
 

@@ -8,17 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Call, common, verify_options
+from benchmarks.arms import Call, arguments_of, make_plan
 from benchmarks.inputs import Inputs
-from benchmarks.points import DRAFT_STEP
-from sglang_specverify.kernels import plan_verify_attention
-from sglang_specverify.kernels.arguments import (
-    DraftArguments,
-    Problem,
-    VerifyArguments,
-    check_draft_decode,
-    check_verify,
-)
 from sglang_specverify.kernels.fused import fused_launch, split_of
 from sglang_specverify.kernels.launch import arch_of
 from sglang_specverify.kernels.plan import ITEM_WORDS, Plan
@@ -31,7 +22,8 @@ def planned(made: Inputs, *, tamper: Callable[[Plan], None] | None = None, kerne
         tamper: done to the plan when it is filled.
         kernel: in place of the fused kernel; it gets those of its constants that it knows.
     """
-    plan, arguments, problem = _plan_of(made)
+    plan: Plan = make_plan(made, "fused_split")
+    arguments, problem = arguments_of(made)
     if tamper is not None:
         tamper(plan)
     size = max(16, plan.shape.workspace_bytes(plan.batch))
@@ -54,27 +46,6 @@ def planned(made: Inputs, *, tamper: Callable[[Plan], None] | None = None, kerne
         return out
 
     return call
-
-
-def _plan_of(made: Inputs) -> tuple[Plan, VerifyArguments | DraftArguments, Problem]:
-    point = made.point
-    facts: dict[str, Any] = {
-        "num_draft_tokens": point.width, "q_heads": point.q_heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim,
-        "dtype": made.q.dtype, "cache_dtype": made.k.dtype, "page_size": point.page_size, "branches": point.kind == "draft",
-        "divide": True,
-    }  # fmt: skip
-    plan = plan_verify_attention(made.prefix_lens, made.row_ids, **facts)
-    shared: dict[str, Any] = common(made) | {
-        "q": made.q, "k_cache": made.k[0], "v_cache": made.v[0], "table": made.table, "row_ids": made.row_ids,
-        "prefix_lens": made.prefix_lens, "slot_map": None, "softcap": 0.0, "sm_scale": None, "deterministic": False,
-        "out": None, "lse": None, "return_lse": False,
-    }  # fmt: skip
-    if made.draft_slots is not None:
-        draft = DraftArguments(**shared, draft_slots=made.draft_slots, topk=point.width, step=DRAFT_STEP)
-        return plan, draft, check_draft_decode(draft)
-    masked = {"mask": None, "positions": None} | verify_options(made)
-    verify = VerifyArguments(**shared | masked, q_offsets=None, mask_layout="qlen_only", mask_offsets=None)
-    return plan, verify, check_verify(verify)
 
 
 def _items(plan: Plan) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from sglang_specverify.kernels.sparse_mla.splits import Costs, SparseConfig, microseconds, parts_of
 
@@ -47,6 +48,8 @@ E4M3_CONFIGS: dict[str, tuple[SparseConfig, SparseConfig]] = {
 INTERPRETED_PROGRAMS = 8
 
 
+# Asked by every call that no graph holds; pure, and few sizes come again and again.
+@lru_cache(maxsize=1024)
 def config_of(arch: str, tiles: int, programs: int, entries: int, bf16: bool = True, contract: str = "exact") -> SparseConfig:
     """Options for `tiles` tiles of rows, each over `entries` keys, on a device that runs `programs` programs at once.
 

@@ -28,6 +28,35 @@ def part_of(
 
 
 @gluon.jit
+def window_range(
+    swa_starts, swa_lens, token, queries, swa_width, swa_len_batch, swa_len_row, swa_start_batch, swa_start_row,
+    HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
+):  # fmt: skip
+    """(first, behind the last) entry of its window list that query row `token` reads."""
+    batch = gl.program_id(2).to(gl.int64)
+    here = token < queries
+    first = 0
+    if HAS_STARTS:
+        first = gl.maximum(gl.load(swa_starts + batch * swa_start_batch + token * swa_start_row, mask=here, other=0), 0)
+    behind = swa_width
+    if HAS_SWA_LENS:
+        length = gl.load(swa_lens + batch * swa_len_batch + token * swa_len_row, mask=here, other=0)
+        behind = first + gl.minimum(gl.maximum(length, 0), swa_width)
+    return first, behind
+
+
+@gluon.jit
+def main_limit(main_lens, token, queries, main_width, main_len_batch, main_len_row, TOKENS: gl.constexpr):
+    """Entries of a main list that any of the query rows from `token` on reads; all of them read the same list."""
+    batch = gl.program_id(2).to(gl.int64)
+    limit = 0
+    for t in gl.static_range(TOKENS):
+        one = gl.load(main_lens + batch * main_len_batch + (token + t) * main_len_row, mask=token + t < queries, other=0)
+        limit = gl.maximum(limit, one)
+    return gl.minimum(limit, main_width)
+
+
+@gluon.jit
 def keys_of(
     swa_starts, swa_lens, main_lens, queries, swa_width, main_width,
     swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
@@ -35,7 +64,6 @@ def keys_of(
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """(first window tile, how many, first main tile, how many) of this program, lengths heeded; at least one tile."""
-    batch = gl.program_id(2).to(gl.int64)
     token = gl.program_id(1) // head_blocks * TOKENS
     begin, end, swa_tiles = part_of(swa_width, main_width, splits, TOKENS, SHARED_MAIN, HAS_MAIN, KEYS)
 
@@ -43,24 +71,18 @@ def keys_of(
     if HAS_SWA_LENS:
         longest = 0
         for t in gl.static_range(TOKENS):
-            here = token + t < queries
-            start = 0
-            if HAS_STARTS:
-                start = gl.load(swa_starts + batch * swa_start_batch + (token + t) * swa_start_row, mask=here, other=0)
-                start = gl.maximum(start, 0)
-            length = gl.load(swa_lens + batch * swa_len_batch + (token + t) * swa_len_row, mask=here, other=0)
-            length = gl.minimum(gl.maximum(length, 0), swa_width)
-            longest = gl.maximum(longest, gl.minimum(start + length, swa_width))
+            _, behind = window_range(
+                swa_starts, swa_lens, token + t, queries, swa_width,
+                swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
+            )  # fmt: skip
+            longest = gl.maximum(longest, gl.minimum(behind, swa_width))
     swa_count = gl.maximum(gl.minimum(gl.minimum(end, swa_tiles), (longest + KEYS - 1) // KEYS) - begin, 0)
 
     main_begin = gl.maximum(begin - swa_tiles, 0)
     main_end = gl.maximum(end - swa_tiles, 0)
     if HAS_MAIN and HAS_MAIN_LENS and (TOKENS == 1 or SHARED_MAIN):
-        listed = 0
-        for t in gl.static_range(TOKENS):
-            one = gl.load(main_lens + batch * main_len_batch + (token + t) * main_len_row, mask=token + t < queries, other=0)
-            listed = gl.maximum(listed, one)
-        main_end = gl.minimum(main_end, (gl.minimum(listed, main_width) + KEYS - 1) // KEYS)
+        listed = main_limit(main_lens, token, queries, main_width, main_len_batch, main_len_row, TOKENS)
+        main_end = gl.minimum(main_end, (listed + KEYS - 1) // KEYS)
     main_count = gl.maximum(main_end - main_begin, 0)
     # A program without keys attends one tile of the window's, whose entries count only where they do: then none of them.
     idle = swa_count + main_count == 0

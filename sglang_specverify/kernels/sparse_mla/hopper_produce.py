@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, barrier, keys_of, part_of
+from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, barrier, keys_of, main_limit, part_of, window_range
 from sglang_specverify.kernels.sparse_mla.hopper_rows import main_bytes, main_words, window_bytes, window_words
 
 
@@ -38,23 +38,17 @@ def _window_slots(
 
     A single row reads the entries from `begin` to `end`.
     """
-    batch = gl.program_id(2).to(gl.int64)
     at = tile * KEYS + n
     if TOKENS == 1:
         listed = (at >= begin) & (at < end)
     else:
         listed = at < 0
         for t in gl.static_range(TOKENS):
-            here = token + t < queries
-            first = 0
-            if HAS_STARTS:
-                first = gl.load(swa_starts + batch * swa_start_batch + (token + t) * swa_start_row, mask=here, other=0)
-                first = gl.maximum(first, 0)
-            behind = swa_width
-            if HAS_SWA_LENS:
-                length = gl.load(swa_lens + batch * swa_len_batch + (token + t) * swa_len_row, mask=here, other=0)
-                behind = first + gl.minimum(gl.maximum(length, 0), swa_width)
-            listed = listed | ((at >= first) & (at < behind) & here)
+            first, behind = window_range(
+                swa_starts, swa_lens, token + t, queries, swa_width,
+                swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
+            )  # fmt: skip
+            listed = listed | ((at >= first) & (at < behind) & (token + t < queries))
     return gl.where(listed, slot, -1)
 
 
@@ -120,14 +114,10 @@ def produce(
         swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
         TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, KEYS,
     )  # fmt: skip
-    begin = 0
-    end = swa_width
-    if TOKENS == 1:
-        if HAS_STARTS:
-            begin = gl.maximum(gl.load(swa_starts + batch * swa_start_batch + token * swa_start_row), 0)
-        if HAS_SWA_LENS:
-            end = gl.load(swa_lens + batch * swa_len_batch + token * swa_len_row)
-            end = begin + gl.minimum(gl.maximum(end, 0), swa_width)
+    begin, end = window_range(
+        swa_starts, swa_lens, token, queries, swa_width,
+        swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
+    )  # fmt: skip
     # Slots come two tiles ahead; bytes of the left half one tile ahead, when the registers of the one before are free, those of
     # the right half at the start of their tile.
     slot = _window_slots(
@@ -165,11 +155,7 @@ def produce(
             main_list += token.to(gl.int64) * main_index_row
         limit = main_width
         if HAS_MAIN_LENS and (TOKENS == 1 or SHARED_MAIN):
-            limit = 0
-            for t in gl.static_range(TOKENS):
-                at = main_lens + batch * main_len_batch + (token + t) * main_len_row
-                limit = gl.maximum(limit, gl.load(at, mask=token + t < queries, other=0))
-            limit = gl.minimum(limit, main_width)
+            limit = main_limit(main_lens, token, queries, main_width, main_len_batch, main_len_row, TOKENS)
         last = main_first + main_tiles
         slot_4 = _main_slots(
             main_list, main_lens, main_first, last, limit, n_4, token, queries, list_tiles, main_width, main_index_row,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ import typer
 
 from benchmarks import end_to_end_plan as plan
 from benchmarks import shapes
+from benchmarks.clocks import Clocks
 from benchmarks.end_to_end_run import Clock, Run
 from benchmarks.engines import OURS, Engine, faults
 from sglang_specverify.demo import processes
@@ -44,7 +46,11 @@ def serve_scenario(run: Run, chosen: plan.Scenario, wanted: Sequence[plan.Cell])
             if not todo:
                 run.say(f"{chosen.name}, {stock}: measured already")
                 continue
-            needed = run.settings["start_guess"] + plan.cell_seconds(todo[0], run.repetitions, first=True) + _RESERVE
+            needed = (
+                run.settings["start_guess"]
+                + plan.cell_seconds(todo[0], run.repetitions, first=True, plain=chosen.topk <= 1)
+                + _RESERVE
+            )
             if not run.clock.has(needed):
                 run.say(f"{chosen.name}, {stock}: not started, {needed:.0f} s are needed; --resume goes on here")
                 return
@@ -82,7 +88,7 @@ def wait(run: Run, chosen: plan.Scenario, stock: str, engine: Engine) -> bool:
 def serve_phase(run: Run, chosen: plan.Scenario, stock: str, engines: dict[str, Engine], todo: Sequence[plan.Cell]) -> None:
     """All cells that are left, and after each one what ran in both engines."""
     for number, cell in enumerate(todo):
-        seconds = plan.cell_seconds(cell, run.repetitions, first=number == 0) + _RESERVE
+        seconds = plan.cell_seconds(cell, run.repetitions, first=number == 0, plain=chosen.topk <= 1) + _RESERVE
         if not run.clock.has(seconds):
             run.say(f"{chosen.name}, {stock}, {cell.name}: not started, {seconds:.0f} s are needed; --resume goes on here")
             return
@@ -110,12 +116,16 @@ def measure(run: Run, engines: dict[str, Engine], cell: plan.Cell) -> dict[str, 
     """
     batch = plan.prompts(cell, run.shape.prompt_vocabulary)
     rounds: dict[str, list[Any]] = {arm: [] for arm in engines}
-    for repetition in range(-1, run.repetitions):
-        for arm in plan.order(list(engines), max(repetition, 0)):
-            answer = engines[arm].generate(batch, cell.output, seconds=max(run.clock.left() - _RESERVE / 2, 1.0))
-            if repetition >= 0:
-                rounds[arm].append(answer)
-    return {arm: plan.summary(found) for arm, found in rounds.items()}
+    device: dict[str, list[Any]] = {arm: [] for arm in engines}
+    with Clocks() as clocks:
+        for repetition in range(-1, run.repetitions):
+            for arm in plan.order(list(engines), max(repetition, 0)):
+                begin = time.monotonic()
+                answer = engines[arm].generate(batch, cell.output, seconds=max(run.clock.left() - _RESERVE / 2, 1.0))
+                if repetition >= 0:
+                    rounds[arm].append(answer)
+                    device[arm].append(clocks.between(begin, time.monotonic()))
+    return {arm: {**plan.summary(found), "device": device[arm]} for arm, found in rounds.items()}
 
 
 def check(run: Run, chosen: plan.Scenario, stock: str, engines: dict[str, Engine]) -> list[str]:
@@ -168,6 +178,10 @@ def main(
     length: Annotated[list[int] | None, typer.Option("--input", help="Tokens of a prompt; several times.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(help="Requests at once; several times.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Measured rounds of each arm and cell.")] = 3,
+    answer: Annotated[
+        list[str] | None,
+        typer.Option(help="INPUTxCONCURRENCY=TOKENS: answers of another length in this cell; several times. Measures it anew."),
+    ] = None,
     context_length: Annotated[int | None, typer.Option(help="Of every engine; the model's own unless given.")] = None,
     minutes: Annotated[float, typer.Option(help="Start nothing that would not end by then.")] = 60.0,
     resume: Annotated[Path | None, typer.Option(help="Result file to go on with.")] = None,
@@ -192,6 +206,7 @@ def main(
     }
     settings |= {
         "repetitions": repetitions,
+        "answers": list(answer or ()),
         "context_length": context_length,
         "minutes": minutes,
         "start_guess": start_guess,
@@ -205,7 +220,9 @@ def main(
         if resume is not None and resume.exists():
             run.load(resume)
         run.save()
-        wanted = [(chosen, cells_of(chosen, lengths, counts, dry_run=dry_run)) for chosen in scenarios]
+        wanted = [
+            (chosen, plan.with_answers(cells_of(chosen, lengths, counts, dry_run=dry_run), answer or ())) for chosen in scenarios
+        ]
         with broken_off_after(minutes * 60 + _HARD_MARGIN):
             for chosen, cells in wanted:
                 serve_scenario(run, chosen, cells)

@@ -6,7 +6,7 @@ import random
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.engines import Round, Speculation
@@ -113,6 +113,24 @@ def cells(inputs: Iterable[int], concurrencies: Iterable[int], *, plain: bool = 
     ]
 
 
+def with_answers(found: Iterable[Cell], wanted: Iterable[str]) -> list[Cell]:
+    """Cells with other lengths of answers, given as `INPUTxCONCURRENCY=TOKENS`. What a cell costs beside its steps is in its time
+    once; the longer the answers, the less it weighs.
+
+    Raises:
+        ArgumentError: another form, or a cell that is not there.
+    """
+    cells = list(found)
+    for text in wanted:
+        match = re.fullmatch(r"(\d+)x(\d+)=([1-9]\d*)", text)
+        place, tokens = (tuple(map(int, match.groups()[:2])), int(match[3])) if match else (None, 0)
+        if place not in [(cell.input, cell.concurrency) for cell in cells]:
+            names = ", ".join(f"{cell.input}x{cell.concurrency}" for cell in cells)
+            raise ArgumentError("answer", repr(text), f"CELL=TOKENS with one of the cells {names}")
+        cells = [replace(cell, output=tokens) if (cell.input, cell.concurrency) == place else cell for cell in cells]
+    return cells
+
+
 def pressure_cell() -> Cell:
     """Short prompts and long answers: all requests are let in, and together they outgrow the pool."""
     return Cell(128, 32, 256)
@@ -145,11 +163,13 @@ def order(arms: Sequence[str], repetition: int) -> list[str]:
     return [*arms[first:], *arms[:first]]
 
 
-def cell_seconds(cell: Cell, repetitions: int, *, first: bool) -> float:
+def cell_seconds(cell: Cell, repetitions: int, *, first: bool, plain: bool) -> float:
     """More than a cell takes with two engines: the warm-up round, which may extend all prompts, and the repetitions."""
-    bounds = [seconds for count, seconds in _ROUND_SECONDS.items() if count >= cell.concurrency]
+    bounds = [(seconds, OUTPUTS[count]) for count, seconds in _ROUND_SECONDS.items() if count >= cell.concurrency]
+    seconds, tokens = bounds[0] if bounds else (_ROUND_SECONDS[32] * cell.concurrency / 32, OUTPUTS[32])
+    longer = cell.output / (PLAIN_OUTPUT if plain else tokens)
     extend = cell.input * cell.concurrency / _PREFILL_RATE if first else 0.0
-    return 2 * ((repetitions + 1) * (bounds[0] if bounds else _ROUND_SECONDS[32] * cell.concurrency / 32) + extend)
+    return 2 * ((repetitions + 1) * seconds * max(longer, 1.0) + extend)
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ HOW = {
     "timing": "tokens of all answers over the longest request latency by the server's clock; a batch is one message",
     "prefix": "prompts come from the prefix cache, which the warm-up round filled: what is timed is decoding",
     "order": "the arms of a cell in turn, each repetition starting with another one; one warm-up round of the same cell before",
+    "device": "medians of clock and power over each round, as nvidia-smi reads them; idle ends of a round are in it",
     "ms_per_step": "request latency over verify steps: drafting, and extending by the last prompt token, included",
 }
 
@@ -68,8 +69,8 @@ class Run:
         self.save()
 
     def open_cells(self, chosen: plan.Scenario, stock: str, wanted: Sequence[plan.Cell]) -> list[plan.Cell]:
-        done = {plan.key(row) for row in self.cells if plan.is_done(row)}
-        return [cell for cell in wanted if plan.key(self.row(chosen, stock, cell)) not in done]
+        done = {(plan.key(row), row["output"]) for row in self.cells if plan.is_done(row)}
+        return [cell for cell in wanted if (plan.key(self.row(chosen, stock, cell)), cell.output) not in done]
 
     def row(self, chosen: plan.Scenario, stock: str, cell: plan.Cell) -> dict[str, Any]:
         speculation = chosen.speculation and asdict(chosen.speculation)

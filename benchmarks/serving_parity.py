@@ -275,7 +275,9 @@ class Run:
 
 def main(
     out: Annotated[Path, typer.Option(help="Result file to write.")],
-    only: Annotated[str, typer.Option(help="cover, extra, or a part of a row's name; all when empty.")] = "",
+    only: Annotated[
+        str, typer.Option(help="cover, extra, tensor-parallel (two GPUs), or a part of a row's name; all but those when empty.")
+    ] = "",
     minutes: Annotated[float, typer.Option(help="Stop after so many minutes, and keep what there is.")] = 9.0,
     at_once: Annotated[int, typer.Option(help="Servers at once; each holds some 3 GB of the device and 6 GB of memory.")] = 9,
     logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
@@ -285,7 +287,7 @@ def main(
     serving_farm.require_plugin()
     has_gpu = detect().has_gpu and not dry_run
     rows: tuple[Row, ...] = serving_rows.COVER + serving_rows.EXTRA if has_gpu else serving_rows.DRY
-    named: dict[str, tuple[Row, ...]] = {"cover": serving_rows.COVER, "extra": serving_rows.EXTRA}
+    named = {"cover": serving_rows.COVER, "extra": serving_rows.EXTRA, "tensor-parallel": serving_rows.TENSOR_PARALLEL}
     rows = named[only] if only in named else tuple(row for row in rows if only in row.name)
     size = Size(has_gpu=True, context=16384, tokens=65536, requests=16) if has_gpu else Size(False, 512, 4096, 4)
     shape = serving_models.REAL if has_gpu else serving_models.TINY

@@ -79,6 +79,14 @@ EXTRA = (
         served=(*TREE_MODES, "draft_extend")),
 )  # fmt: skip
 
+#: Heads over two GPUs, beside the same servers on one; asked for by "tensor-parallel" alone, as all other rows need one GPU.
+_TWO_GPUS = ("--tp-size", "2")
+TENSOR_PARALLEL = (
+    Row("tree-page1-bf16-tp2", "plugin", served=TREE_MODES, options=_TWO_GPUS),
+    Row("triton-chain-page64-bf16-tp2", "plugin", shape="chain", page_size=64, base="triton",
+        flags={"SGLANG_SPECVERIFY_BASE": "triton"}, served=CHAIN_MODES, options=_TWO_GPUS),
+)  # fmt: skip
+
 #: What `--dry-run` picks for a machine without a GPU: no graphs, no FP8 cache, the base and its stock are triton.
 DRY = (
     Row("tree-page1-bf16-eager", "plugin", graphs=False, overlap=False, base="triton", served=TREE_MODES, faults=True),

@@ -80,9 +80,6 @@ def main(
         results["ceilings"] = ceilings.as_dict()
         typer.echo(f"ceilings: {results['ceilings']}")
     chosen = list(points.tiny())[:: 5 if quick else 1] if dry_run else select(only or list(Selection), quick)
-    if again:
-        renewed = {point.name for point in chosen}
-        results["points"] = [row for row in results["points"] if row["name"] not in renewed]
 
     def one(point: Point) -> dict[str, Any]:
         begin = time.monotonic()
@@ -94,7 +91,7 @@ def main(
     def keep() -> None:
         record.write(out, results)
 
-    complete = run(chosen, results["points"], one, keep, deadline)
+    complete = run(chosen, results["points"], one, keep, deadline, again=again)
     if not dry_run and (only is None or Selection.METADATA in only):
         done = {row["length"] for row in results["metadata"]}
         for length in metadata.LENGTHS:
@@ -139,13 +136,18 @@ def run(
     keep: Callable[[], None],
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    again: bool = False,
 ) -> bool:
     """Measure the points that have no row yet, and keep each row with its date at once. False when the time ran out.
+
+    With `again` points that have a row are measured too; until its new row is there, and where that says only why there is
+    none, the old one stays.
 
     A point that fails as a whole, for want of memory say, becomes a row that says so, and is tried again by a run that
     resumes. A device that no longer answers ends the run.
     """
-    done = {row["name"] for row in rows}
+    done = set() if again else {row["name"] for row in rows}
     for point in chosen:
         if point.name in done:
             continue
@@ -156,7 +158,10 @@ def run(
         except Exception as failure:
             row = {"name": point.name, "point": point.as_dict(), "why": f"{type(failure).__name__}: {failure}"[:300]}
             typer.echo(report.line(row))
-        rows.append({**row, "date": record.date()})
+        before = [place for place, old in enumerate(rows) if old["name"] == point.name]
+        if "why" not in row or not before:
+            rows[:] = [old for place, old in enumerate(rows) if place not in before]
+            rows.append({**row, "date": record.date()})
         keep()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

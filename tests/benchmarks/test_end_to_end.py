@@ -59,6 +59,19 @@ def test_the_largest_cell_comes_first_and_its_prompts_hold_all_others() -> None:
     assert all(0 <= token < 32000 for token in largest[3])
 
 
+def test_answers_of_another_length_in_one_cell() -> None:
+    found = plan.with_answers(plan.cells([128, 2048], [1, 32]), ["128x32=192"])
+    assert [(cell.input, cell.concurrency, cell.output) for cell in found] == [
+        (2048, 32, 48), (2048, 1, 192), (128, 32, 192), (128, 1, 192),
+    ]  # fmt: skip
+    usual, longer = (plan.cell_seconds(cell, 3, first=False, plain=False) for cell in (found[0], found[2]))
+    assert longer == 4 * usual
+    assert plan.cell_seconds(plan.cells([128], [32], plain=True)[0], 3, first=False, plain=True) == usual
+    for text in ("64x32=192", "128x32=0", "128x32", "x=1"):
+        with pytest.raises(ArgumentError, match="2048x32"):
+            plan.with_answers(found, [text])
+
+
 def test_a_pool_holds_its_requests_unless_it_shall_not() -> None:
     chosen, cell = plan.scenario("128x16"), plan.Cell(2048, 32, 48)
     assert plan.pool_tokens(chosen, [cell, plan.Cell(128, 32, 48)]) >= 32 * (2048 + 48 + 2 * 128)
@@ -285,3 +298,13 @@ def test_an_engine_that_cannot_start_leaves_its_reason(tmp_path: Path, monkeypat
     end_to_end.serve_scenario(run, CHOSEN, CELLS)
     assert started == ["fa3", OURS] and set(stopped) == {"fa3", OURS}
     assert [row["error"].splitlines()[0] for row in json.loads(run.out.read_text())["engines"]] == ["no such backend"] * 2
+
+
+def test_a_cell_with_other_answers_is_measured_anew(tmp_path: Path) -> None:
+    run, cell = a_run(tmp_path / "e2e.json"), CELLS[0]
+    run.add({**run.row(CHOSEN, "fa3", cell), "arms": {}})
+    assert run.open_cells(CHOSEN, "fa3", CELLS) == CELLS[1:]
+    longer = replace(cell, output=2 * cell.output)
+    assert run.open_cells(CHOSEN, "fa3", [longer, *CELLS[1:]]) == [longer, *CELLS[1:]]
+    run.add({**run.row(CHOSEN, "fa3", longer), "arms": {}})
+    assert [row["output"] for row in run.cells] == [longer.output]

@@ -49,6 +49,20 @@ def test_points_with_a_row_are_not_measured_again() -> None:
     assert [row["name"] for row in rows] == [CHOSEN[i].name for i in (1, 0, 2, 3)]
 
 
+def test_old_rows_stay_until_there_are_new_ones() -> None:
+    def one(point: Point) -> dict[str, Any]:
+        if point == CHOSEN[1]:
+            raise MemoryError("61 GB")
+        return {**measured(point), "selected": "fused"}
+
+    rows = [measured(point) for point in CHOSEN[:3]]
+    clock = iter([0.0, 5.0, 11.0])
+    assert not verify_attention.run(CHOSEN, rows, one, lambda: None, 10.0, lambda: next(clock), again=True)
+    assert {row["name"]: row["selected"] for row in rows} == {
+        CHOSEN[0].name: "fused", CHOSEN[1].name: None, CHOSEN[2].name: None,
+    }  # fmt: skip
+
+
 def test_a_point_that_fails_says_so_and_the_others_go_on() -> None:
     def one(point: Point) -> dict[str, Any]:
         if point == CHOSEN[0]:

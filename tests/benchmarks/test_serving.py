@@ -13,7 +13,18 @@ from benchmarks import serving_judge, serving_memory, serving_models, serving_pr
 from benchmarks.serving_farm import TROUBLE, Answer, reserve_port
 from benchmarks.serving_judge import Tally
 from benchmarks.serving_models import REAL
-from benchmarks.serving_rows import COVER, DRY, EXTRA, FACTORS, Row, Size, arguments, missing_pairs, with_references
+from benchmarks.serving_rows import (
+    COVER,
+    DRY,
+    EXTRA,
+    FACTORS,
+    TENSOR_PARALLEL,
+    Row,
+    Size,
+    arguments,
+    missing_pairs,
+    with_references,
+)
 from sglang_specverify.flags import read
 from sglang_specverify.hardware import from_name
 from sglang_specverify.routing import CallFacts, LayerFacts, LayerKind, Mode, ServerFacts, decide
@@ -59,6 +70,17 @@ def test_the_rows_reach_every_tree_kernel() -> None:
     assert [kernel(row, Mode.TARGET_VERIFY) for row in COVER[:2]] == ["specialized", "prefix_tile"]
     assert COVER[0].flags == COVER[1].flags == {}
     assert {row.base for row in trees} == {"fa3", "triton"}
+
+
+def test_rows_over_two_gpus_differ_from_those_on_one_in_that_alone() -> None:
+    one = (COVER[0], replace(TENSOR_PARALLEL[1], options=()))
+    for row, alone in zip(TENSOR_PARALLEL, one, strict=True):
+        assert arguments(row, REAL, MODELS, GPU) == arguments_with(alone, "--tp-size", "2")
+    assert all("--tp-size" not in arguments(row, REAL, MODELS, GPU) for row in with_references(TENSOR_PARALLEL)[:3])
+
+
+def arguments_with(row: Row, *more: str) -> list[str]:
+    return arguments(replace(row, options=more), REAL, MODELS, GPU)
 
 
 @pytest.mark.parametrize("rows", [COVER + EXTRA, DRY], ids=["gpu", "dry"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
@@ -64,6 +64,9 @@ def main(
     minutes: options.Minutes = 9.0,
     resume: Annotated[Path | None, typer.Option(help="Keep the points of this result file and measure the others.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure the selected points of the resumed file anew.")] = False,
+    new_arms: Annotated[
+        bool, typer.Option("--new-arms", help="The same where a point's row does not have all arms of this run.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="Every fifth point of each selection.")] = False,
     skip: options.Skip = None,
     state: Annotated[list[State] | None, typer.Option(help="Whether K and V are in the L2 cache; both if left out.")] = None,
@@ -91,7 +94,8 @@ def main(
     def keep() -> None:
         record.write(out, results)
 
-    complete = run(chosen, results["points"], one, keep, deadline, again=again)
+    old = [row for row in results["points"] if again or (new_arms and lacks(row, arms))]
+    complete = run(chosen, results["points"], one, keep, deadline, renewed={row["name"] for row in old})
     if not dry_run and (only is None or Selection.METADATA in only):
         done = {row["length"] for row in results["metadata"]}
         for length in metadata.LENGTHS:
@@ -137,17 +141,17 @@ def run(
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
     *,
-    again: bool = False,
+    renewed: Collection[str] = (),
 ) -> bool:
     """Measure the points that have no row yet, and keep each row with its date at once. False when the time ran out.
 
-    With `again` points that have a row are measured too; until its new row is there, and where that says only why there is
-    none, the old one stays.
+    Points named in `renewed` are measured too; until its new row is there, and where that says only why there is none, the
+    old one stays.
 
     A point that fails as a whole, for want of memory say, becomes a row that says so, and is tried again by a run that
     resumes. A device that no longer answers ends the run.
     """
-    done = set() if again else {row["name"] for row in rows}
+    done = {row["name"] for row in rows} - set(renewed)
     for point in chosen:
         if point.name in done:
             continue
@@ -168,6 +172,11 @@ def run(
             gc.collect()
             torch.cuda.empty_cache()
     return True
+
+
+def lacks(row: Mapping[str, Any], arms: Iterable[Arm]) -> bool:
+    """Whether a row was measured without some of these arms, which of its point they take or not."""
+    return any(row["point"]["kind"] in arm.kinds and arm.name not in row["arms"] for arm in arms)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,22 @@ def test_old_rows_stay_until_there_are_new_ones() -> None:
 
     rows = [measured(point) for point in CHOSEN[:3]]
     clock = iter([0.0, 5.0, 11.0])
-    assert not verify_attention.run(CHOSEN, rows, one, lambda: None, 10.0, lambda: next(clock), again=True)
+    assert not verify_attention.run(
+        CHOSEN, rows, one, lambda: None, 10.0, lambda: next(clock), renewed=[point.name for point in CHOSEN]
+    )
     assert {row["name"]: row["selected"] for row in rows} == {
         CHOSEN[0].name: "fused", CHOSEN[1].name: None, CHOSEN[2].name: None,
     }  # fmt: skip
+
+
+def test_a_row_lacks_arms_that_take_points_of_its_kind() -> None:
+    def build(inputs: Inputs) -> Call:
+        raise Unavailable("not asked for")
+
+    tree, chain = Arm("ours", OURS, build, ("tree",)), Arm("chains", OURS, build, ("chain",))
+    row = {**measured(CHOSEN[0]), "arms": {"ours": {"why": "of no matter"}}}
+    assert not verify_attention.lacks(row, [tree, chain])
+    assert verify_attention.lacks(row, [tree, replace(chain, kinds=("tree", "chain"))])
 
 
 def test_a_point_that_fails_says_so_and_the_others_go_on() -> None:

@@ -15,20 +15,18 @@ from __future__ import annotations
 import argparse
 import random
 import re
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record, serving_farm, serving_judge, serving_models, serving_prompts
+from benchmarks import serving_judge, serving_prompts
 from benchmarks.serving_farm import Probed
 from benchmarks.serving_rows import CHAIN_MODES, Row, Size
-from sglang_specverify.demo.processes import stopping_on_signals
-from sglang_specverify.hardware import detect
+from tests.gpu.servers_run import ServersRun, command_line, setting
 
 OPTION = "--enable-deterministic-inference"
 _OVER_TRITON = {"SGLANG_SPECVERIFY_BASE": "triton"}
@@ -142,48 +140,21 @@ def compare(
     return {**found, **counts, "differences": found["differences"][:12]}
 
 
-class Run:
+class Run(ServersRun):
     """One run: what its servers share."""
 
     def __init__(self, args: argparse.Namespace, root: Path, *, has_gpu: bool) -> None:
-        self.args, self.root, self.has_gpu = args, root, has_gpu
-        self.size = Size(True, 24576, 196608, 16) if has_gpu else Size(False, 512, 4096, 4)
-        self.shape = serving_models.REAL if has_gpu else serving_models.TINY
-        self.prompts = serving_prompts.draw(list(LENGTHS if has_gpu else DRY_LENGTHS), seed=3)
+        size = Size(True, 24576, 196608, 16) if has_gpu else Size(False, 512, 4096, 4)
+        prompts = serving_prompts.draw(list(LENGTHS if has_gpu else DRY_LENGTHS), seed=3)
         self.new_tokens = 32 if has_gpu else 6
+        super().__init__(args, root, "tests.gpu.deterministic_server", size, prompts, **{"new tokens": self.new_tokens})
         # In the interpreter, since the reference on a CPU divides nothing.
         interpreted = replace(ROWS[0], flags=_OVER_TRITON | {"SGLANG_SPECVERIFY_KERNELS": "triton"})
         self.rows = ROWS if has_gpu else (interpreted,)
-        self.results: dict[str, Any] = {
-            "command": f"python -m tests.gpu.deterministic_server --minutes {args.minutes:g}" + " --dry-run" * args.dry_run,
-            "size": asdict(self.size), "shape": asdict(self.shape), "prompt tokens": [len(ids) for ids in self.prompts],
-            "new tokens": self.new_tokens, "servers": {},
-        }  # fmt: skip
-        self.alive: list[Probed] = []
-        self._lock = threading.Lock()
-        self._begin = time.monotonic()
 
-    def say(self, text: str, given: dict[str, Any] | None = None) -> None:
-        with self._lock:
-            print(f"{time.monotonic() - self._begin:5.0f} s  {text}", flush=True)
-            if given is not None:
-                self.results["servers"][given["row"]["name"]] = dict(given)
-            record.write(self.args.out, self.results)
-
-    def serve(self, row: Row) -> None:
-        """Start a server, ask it everything. Never raises: what other servers say must not be lost."""
-        given: dict[str, Any] = {"row": asdict(row), "problems": []}
-        probed: Probed | None = None
-        try:
-            probed = Probed(row, self.root, self.shape, self.size)
-            self.alive.append(probed)
-            with probed:
-                self.say(f"{row.name}: answers", given)
-                self._ask(probed, row, given)
-        except Exception as error:
-            given["problems"].append(f"{type(error).__name__}: {error}"[:2000])
-            given["last words"] = "" if probed is None else probed.server.last_words(20)
-        self.say(f"{row.name}: {'; '.join(given['problems']) or 'ok'}", given)
+    def ask(self, row: Row) -> None:
+        """Start a server, ask it everything."""
+        self.serve(row, lambda probed, given: self._ask(probed, row, given))
 
     def _ask(self, probed: Probed, row: Row, given: dict[str, Any]) -> None:
         self._compare(probed, row, given, "greedy", {"temperature": 0}, self.args.batches if self.has_gpu else 3)
@@ -271,34 +242,15 @@ def problems_of(row: Row, given: dict[str, Any], *, has_gpu: bool) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop all servers after so many, and keep what there is")
+    parser = command_line(__doc__, minutes=8.0, what="stop all servers after so many, and keep what there is")
     parser.add_argument("--batches", type=int, default=20, help="of greedy requests")
-    parser.add_argument("--out", type=Path, required=True, help="result file to write")
-    parser.add_argument("--logs", type=Path, default=None, help="keep the servers' logs in this folder")
-    parser.add_argument("--dry-run", action="store_true", help="one tiny server without a GPU")
     args = parser.parse_args()
-    serving_farm.require_plugin()
-    has_gpu = detect().has_gpu and not args.dry_run
-    with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="specverify-") as folder:
-        run = Run(args, Path(folder), has_gpu=has_gpu)
-        for kind in ("target", "copy"):  # before several threads want them
-            serving_models.build(kind, run.root, run.size.dtype, run.shape)
-        limit = threading.Timer(60 * args.minutes, serving_farm.stop_all, [run.alive])
-        limit.start()
-        try:
-            with ThreadPoolExecutor(len(run.rows)) as pool, serving_farm.stopping(run.alive, pool):
-                for job in [pool.submit(run.serve, row) for row in run.rows]:
-                    job.result()
-        finally:
-            limit.cancel()
-            serving_farm.stop_all(run.alive)
-            for probed in run.alive:
-                probed.keep_log(args.logs)
-        judged = run.results["servers"][JUDGED]
-        run.results["problems"] = judged["problems"]
-        run.say("; ".join(judged["problems"]) or "all ok")
-    return int(bool(judged["problems"]))
+    with setting(args) as (root, has_gpu):
+        run = Run(args, root, has_gpu=has_gpu)
+        failed = run.go([partial(run.ask, row) for row in run.rows], ("target", "copy"), 60 * args.minutes)
+        problems = failed + run.results["servers"][JUDGED]["problems"]
+        run.say("; ".join(problems) or "all ok", problems=problems)
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -14,21 +14,19 @@ the first minute.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record, serving_farm, serving_judge, serving_models, serving_prompts
+from benchmarks import serving_judge, serving_prompts
 from benchmarks.serving_farm import Answer, Probed
 from benchmarks.serving_judge import Tally
 from benchmarks.serving_rows import TREE_MODES, Row, Size
-from sglang_specverify.demo.processes import stopping_on_signals
-from sglang_specverify.hardware import detect
 from tests.gpu.servers_load import Load
+from tests.gpu.servers_run import ServersRun, command_line, setting
 
 #: Bytes that the allocator's hold may grow by after the first minute: a batch that did not come before may need one more block.
 MOST_GROWTH = 64 * 2**20
@@ -46,39 +44,17 @@ TREES = (
 )
 
 
-class Endurance:
+class Endurance(ServersRun):
     """One run: everything that its threads share."""
 
     def __init__(self, args: argparse.Namespace, root: Path, *, has_gpu: bool) -> None:
-        self.args, self.root, self.has_gpu = args, root, has_gpu
+        size = Size(True, 16384, 131072, 32) if has_gpu else Size(False, 512, 4096, 4)
+        prompts = serving_prompts.pool(60, 6000, seed=1) if has_gpu else serving_prompts.pool(6, 100, seed=1)
         self.seconds = 60 * args.minutes if has_gpu else 20.0
-        self.size = Size(True, 16384, 131072, 32) if has_gpu else Size(False, 512, 4096, 4)
-        self.shape = serving_models.REAL if has_gpu else serving_models.TINY
-        self.prompts = serving_prompts.pool(60, 6000, seed=1) if has_gpu else serving_prompts.pool(6, 100, seed=1)
         self.new_tokens = 48 if has_gpu else 12
-        self.results: dict[str, Any] = {
-            "command": f"python -m tests.gpu.endurance --minutes {args.minutes:g}" + " --dry-run" * args.dry_run,
-            "size": asdict(self.size), "shape": asdict(self.shape), "prompt tokens": [len(ids) for ids in self.prompts],
-            "new tokens": self.new_tokens, "servers": {},
-        }  # fmt: skip
-        self.alive: list[Probed] = []
+        super().__init__(args, root, "tests.gpu.endurance", size, prompts, **{"new tokens": self.new_tokens})
         self._wanted: list[Answer] = []
         self._ready = threading.Event()
-        self._lock = threading.Lock()
-        self._begin = time.monotonic()
-
-    def say(self, text: str, given: dict[str, Any] | None = None) -> None:
-        """Print a line and write what there is; `given` is what is known of a server by now."""
-        with self._lock:
-            print(f"{time.monotonic() - self._begin:5.0f} s  {text}", flush=True)
-            if given is not None:  # a copy, as its thread goes on
-                self.results["servers"][given["row"]["name"]] = dict(given)
-            record.write(self.args.out, self.results)
-
-    def open(self, row: Row) -> Probed:
-        probed = Probed(row, self.root, self.shape, self.size)
-        self.alive.append(probed)
-        return probed
 
     def baseline(self) -> None:
         """SGLang's own answers without speculation, with their margins."""
@@ -87,30 +63,22 @@ class Endurance:
                 self.say("the server without speculation answers")
                 wanted = probed.generate_all(self.prompts, self.new_tokens, 8, margins=True)
             distinct = len({token for answer in wanted for token in answer.tokens})
-            with self._lock:
-                self.results["baseline"] = {"tokens": sum(len(answer.tokens) for answer in wanted), "distinct tokens": distinct}
             self._wanted = wanted
-            self.say(f"{len(wanted)} right answers, {distinct} distinct tokens")
+            baseline = {"tokens": sum(len(answer.tokens) for answer in wanted), "distinct tokens": distinct}
+            self.say(f"{len(wanted)} right answers, {distinct} distinct tokens", baseline=baseline)
         finally:
             self._ready.set()
 
     def endure(self, row: Row) -> None:
-        """Start a server, load it, look at what is left. Never raises: what other servers say must not be lost."""
-        given: dict[str, Any] = {"row": asdict(row), "problems": []}
-        problems: list[str] = given["problems"]
-        probed: Probed | None = None
-        try:
-            probed = self.open(row)
-            with probed:
-                self.say(f"{row.name} answers", given)
-                self._ready.wait(START)
-                if not self._wanted:
-                    raise RuntimeError("there are no right answers to compare with")
-                self._load(probed, row, given)
-        except Exception as error:
-            problems.append(f"{type(error).__name__}: {error}"[:2000])
-            given["last words"] = "" if probed is None else probed.server.last_words(20)
-        self.say(f"{row.name}: {'FAIL ' + '; '.join(problems) if problems else 'ok'}", given)
+        """Start a server, load it, look at what is left."""
+
+        def loading(probed: Probed, given: dict[str, Any]) -> None:
+            self._ready.wait(START)
+            if not self._wanted:
+                raise RuntimeError("there are no right answers to compare with")
+            self._load(probed, row, given)
+
+        self.serve(row, loading)
 
     def _load(self, probed: Probed, row: Row, given: dict[str, Any]) -> None:
         problems: list[str] = given["problems"]
@@ -181,36 +149,17 @@ def memory_problems(at_start: dict[str, Any], flushed: dict[str, Any], growth: i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0, help="of load, after the servers have started")
-    parser.add_argument("--out", type=Path, required=True, help="result file to write")
-    parser.add_argument("--logs", type=Path, default=None, help="keep the servers' logs in this folder")
-    parser.add_argument("--dry-run", action="store_true", help="one tiny server without a GPU")
-    args = parser.parse_args()
-    serving_farm.require_plugin()
-    has_gpu = detect().has_gpu and not args.dry_run
-    with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="specverify-") as folder:
-        run = Endurance(args, Path(folder), has_gpu=has_gpu)
-        for kind in ("target", "mirror"):  # before several threads want them
-            serving_models.build(kind, run.root, run.size.dtype, run.shape)
-        limit = threading.Timer(run.seconds + START + 60, serving_farm.stop_all, [run.alive])
-        limit.start()
-        trees = (
-            TREES if has_gpu else (Row("tree-page64", "plugin", page_size=64, base="triton", graphs=False, served=TREE_MODES),)
-        )
-        try:
-            with ThreadPoolExecutor(3) as pool, serving_farm.stopping(run.alive, pool):
-                jobs = [pool.submit(run.baseline), *(pool.submit(run.endure, row) for row in trees)]
-                failed = [str(error) for job in jobs if (error := job.exception())]
-        finally:
-            limit.cancel()
-            serving_farm.stop_all(run.alive)
-            for probed in run.alive:
-                probed.keep_log(args.logs)
-        found = failed + [problem for given in run.results["servers"].values() for problem in given["problems"]]
-        run.results |= {"problems": found}
-        run.say("; ".join(found) or "all ok")
-    return int(bool(found) or len(run.results["servers"]) != len(trees))
+    args = command_line(__doc__, minutes=5.0, what="of load, after the servers have started").parse_args()
+    with setting(args) as (root, has_gpu):
+        run = Endurance(args, root, has_gpu=has_gpu)
+        tiny = Row("tree-page64", "plugin", page_size=64, base="triton", graphs=False, served=TREE_MODES)
+        trees = TREES if has_gpu else (tiny,)
+        jobs = [run.baseline, *(partial(run.endure, row) for row in trees)]
+        failed = run.go(jobs, ("target", "mirror"), run.seconds + START + 60)
+        servers = run.results["servers"]
+        problems = failed + [problem for given in servers.values() for problem in given["problems"]]
+        run.say("; ".join(problems) or "all ok", problems=problems)
+    return int(bool(problems) or len(servers) != len(trees))
 
 
 if __name__ == "__main__":

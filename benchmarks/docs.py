@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks import end_to_end_plan as plan
-from benchmarks import end_to_end_profile, gpu_tables, sparse_mla_tables
+from benchmarks import end_to_end_profile, end_to_end_tables, gpu_tables, sparse_mla_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,36 +24,6 @@ PAGES = ("README.md", "docs/chains.md", "docs/kernels.md", "docs/sparse-mla.md",
 #: What stands in the place of a table without its result file.
 NOT_RUN = "**Not run.**"
 _BLOCK = re.compile(r"(<!-- made from (?P<file>[\w.-]+): (?P<block>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def end_to_end(results: dict[str, Any]) -> list[str]:
-    """Whole engines: tokens per second of each cell that counts."""
-    lines = [
-        "| W × topk | input | requests | stock | repetitions | its tokens/s | specverify | ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    valid = [cell for cell in results["cells"] if plan.counts(cell)]
-    for cell in sorted(valid, key=lambda cell: (cell["scenario"], cell["input"], cell["concurrency"])):
-        arms = [cell["arms"][name] for name in (cell["stock"], "specverify")]
-        stock, ours = (arm["tokens_per_s"] for arm in arms)
-        scenario = cell["scenario"].replace("x", " × ")
-        where = f"{scenario} | {cell['input']} | {cell['concurrency']} | {cell['stock']}"
-        repetitions = min(len(arm["each_tokens_per_s"]) for arm in arms)
-        lines.append(f"| {where} | {repetitions} | {stock:.0f} | {ours:.0f} | {ours / stock:.2f} |")
-    return lines
-
-
-def end_to_end_summary(results: dict[str, Any]) -> list[str]:
-    """The same in a sentence."""
-    valid = [cell for cell in results["cells"] if plan.counts(cell)]
-    if not valid:
-        return ["No configuration was measured."]
-    ratios = [cell["arms"]["specverify"]["tokens_per_s"] / cell["arms"][cell["stock"]]["tokens_per_s"] for cell in valid]
-    stocks = " and ".join(sorted({cell["stock"] for cell in valid}))
-    return [
-        f"{statistics.median(ratios):.2f} times the tokens/s of stock {stocks} in the median of {len(ratios)} configurations, "
-        f"{min(ratios):.2f} to {max(ratios):.2f}."
-    ]
 
 
 #: (batch, W, L) of the kernel table, with 32 query heads on 8 KV heads of 128, bf16, page size 1.
@@ -228,9 +196,13 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "determinism": determinism,
     "deterministic server": gpu_tables.deterministic_server,
     "dsv4 seam": gpu_tables.dsv4_seam,
-    "end to end": end_to_end,
-    "end to end summary": end_to_end_summary,
+    "end to end": end_to_end_tables.trees,
+    "end to end clocks": end_to_end_tables.clocks,
+    "end to end other": end_to_end_tables.others,
+    "end to end summary": end_to_end_tables.summary,
+    "endurance": gpu_tables.endurance,
     "kernels": kernels,
+    "long context engines": end_to_end_tables.long_contexts,
     "memory": memory,
     "parity": parity,
     "profile": profile,

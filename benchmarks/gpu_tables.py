@@ -52,6 +52,24 @@ def deterministic_server(results: dict[str, Any]) -> list[str]:
     return lines + _below(wrong, [])
 
 
+def endurance(results: dict[str, Any]) -> list[str]:
+    """Servers under minutes of mixed load."""
+    lines = [
+        "| server | requests | failed | tokens equal | wrong | answers undecided | kinds of requests |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, server in results["servers"].items():
+        tokens = server.get("tokens")
+        failed = " **FAILED**" if server["problems"] else ""
+        if tokens is None:
+            lines.append(f"| {name}{failed} | | | | | | |")
+            continue
+        counts = [server["requests"], len(server["failed"]), *(tokens[key] for key in ("compared", "wrong", "undecided"))]
+        kinds = ", ".join(f"{kind} {count}" for kind, count in server["kinds"].items() if not kind.endswith(", equal"))
+        lines.append(f"| {name}{failed} | {' | '.join(map(str, counts))} | {kinds} |")
+    return lines + _below([" ".join(problem.split()) for problem in results.get("problems", ["it did not end"])], [])
+
+
 def _kernels(rows: list[dict[str, Any]]) -> str:
     """The kernels that attended; the reducer is every one's."""
     return ", ".join(sorted({name for row in rows for name in row["kernels"]} - {"combine_kernel"}))

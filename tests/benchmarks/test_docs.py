@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import docs
+from benchmarks import docs, end_to_end_tables, gpu_tables
 
 
 @pytest.mark.parametrize("name", docs.PAGES)
@@ -24,29 +24,80 @@ def test_a_number_that_was_changed_is_seen() -> None:
     assert docs.made(changed) == text != changed
 
 
-def cell(scenario: str, stock: float, ours: float, repetitions: int = 3, **changes: Any) -> dict[str, Any]:
+def cell(scenario: str, theirs: float, ours: float, repetitions: int = 3, **changes: Any) -> dict[str, Any]:
     """A measured cell; speeds in tokens/s."""
+    name = changes.get("stock", "fa3")
     arms = {
-        name: {"tokens_per_s": speed, "each_tokens_per_s": [speed] * repetitions}
-        for name, speed in (("fa3", stock), ("specverify", ours))
+        arm: {"tokens_per_s": speed, "each_tokens_per_s": [speed] * repetitions, "spread": 0.02, "latency_p50_s": 1.0}
+        | {"latency_p95_s": 1.5}
+        for arm, speed in ((name, theirs), ("specverify", ours))
     }
-    place = {"scenario": scenario, "input": 128, "concurrency": 1, "stock": "fa3"}
-    return {**place, "arms": arms, "faults": [], **changes}
+    place = {"scenario": scenario, "input": 128, "concurrency": 1, "stock": "fa3", "output": 192, "under_pressure": False}
+    topk = int(scenario.split("x")[1]) if "x" in scenario else 1
+    return {**place, "speculation": {"topk": topk}, "arms": arms, "faults": [], **changes}
 
 
 def test_cells_that_do_not_count_are_in_no_table() -> None:
     failed = cell("128x8", 1.0, 1.0, error="gone")
     del failed["arms"]
     faulty = cell("128x4", 100.0, 900.0, faults=["no verify ran on a kernel of the plugin"])
-    cells = [failed, faulty, cell("64x4", 100.0, 120.0, 2), cell("128x16", 100.0, 110.0)]
-    table = docs.end_to_end({"cells": cells})
-    assert table[2:] == [
-        "| 128 × 16 | 128 | 1 | fa3 | 3 | 100 | 110 | 1.10 |",
-        "| 64 × 4 | 128 | 1 | fa3 | 2 | 100 | 120 | 1.20 |",
-    ]
-    (said,) = docs.end_to_end_summary({"cells": cells})
+    cells = [failed, faulty, cell("64x4", 100.0, 120.0), cell("128x16", 100.0, 110.0), cell("chain", 50.0, 51.0)]
+    table = end_to_end_tables.trees({"cells": cells})
+    assert table[2:4] == ["| 128 × 16 | 128 | 1 | 100 | 110 | 1.10 |", "| 64 × 4 | 128 | 1 | 100 | 120 | 1.20 |"]
+    assert table[4:] == ["", "Medians of 3 rounds."]
+    (said,) = end_to_end_tables.summary({"cells": cells})
     assert said == "1.15 times the tokens/s of stock fa3 in the median of 2 configurations, 1.10 to 1.20."
-    assert docs.end_to_end_summary({"cells": [failed, faulty]}) == ["No configuration was measured."]
+    assert end_to_end_tables.summary({"cells": [failed, faulty]}) == ["No configuration was measured."]
+    assert end_to_end_tables.others({"cells": cells})[2:] == [
+        "| chain of 4 | 128 | 1 | fa3 | 50 | 51 | 1.020 | 2.0% | 1.00 / 1.50 | 1.00 / 1.50 |"
+    ]
+
+
+def test_each_stock_arm_has_columns_and_the_best_a_sentence() -> None:
+    many = {"concurrency": 32}
+    cells = [
+        cell("64x4", 100.0, 120.0, **many, output=48), cell("64x4", 110.0, 121.0, **many, output=192, stock="triton"),
+        cell("64x4", 100.0, 120.0, input=2048),
+    ]  # fmt: skip
+    table = end_to_end_tables.trees({"cells": cells})
+    assert table[0].count("specverify") == 2
+    assert table[2:4] == [
+        "| 64 × 4 | 128 | 32 | 100 | 120 | 1.20 | 110 | 121 | 1.10 \\* |", "| 64 × 4 | 2048 | 1 | 100 | 120 | 1.20 |  |  |  |",
+    ]  # fmt: skip
+    assert "192 tokens" in table[-1]
+    said = end_to_end_tables.summary({"cells": cells})
+    assert len(said) == 3
+    assert said[-1].startswith("1.10 times the tokens/s of the best of them in the median of 1 configurations, where")
+
+
+def test_clocks_are_those_of_the_largest_tree() -> None:
+    read = [{"sm_mhz": clock, "watts": 690.0, "samples": 9} for clock in (1500.0, 1530.0, 1560.0)]
+    largest = cell("128x16", 100.0, 120.0, concurrency=32)
+    assert end_to_end_tables.clocks({"cells": [largest]}) == ["**Not read.**"]
+    for arm in largest["arms"].values():
+        arm["device"] = [*read, None]
+    assert end_to_end_tables.clocks({"cells": [largest, cell("64x4", 1.0, 1.0)]}) == [
+        "W 128, topk 16, input 128, 32 requests: stock fa3 1530 MHz at 690 W; specverify beside it 1530 MHz at 690 W."
+    ]
+
+
+def test_long_contexts_say_what_failed_and_what_does_not_count() -> None:
+    speeds = {"fa3": 500.0, "specverify-triton": 505.0, "triton": 50.0}
+    arms: dict[str, Any] = {name: {"tokens_per_s": speed, "ms_per_step": 6.0, "spread": 0.01} for name, speed in speeds.items()}
+    arms["specverify-fa3"] = {"error": "gone\nits log"}
+    row = {"name": "context 131072 batch 1", "length": 131072, "batch": 1, "arms": arms}
+    said = "\n".join(end_to_end_tables.long_contexts({"cells": [row], "engines": {"fa3": {"faults": ["a small pool"]}}}))
+    assert "| 131072 | 1 | 500 (6.0 ms) | not run | 505 (6.0 ms) | 50 (6.0 ms) |" in said
+    assert "specverify-triton is 10.100 times stock triton, pass" in said
+    assert "specverify-fa3: gone its log." in said and "fa3 does not count: a small pool." in said
+
+
+def test_servers_under_load_that_failed_say_so() -> None:
+    tokens = {"compared": 900, "wrong": 1, "undecided": 2}
+    loaded = {"requests": 40, "failed": [], "tokens": tokens, "kinds": {"whole": 30, "whole, equal": 29}, "problems": ["1 wrong"]}
+    said = gpu_tables.endurance({"servers": {"pages": loaded, "other": {"problems": ["gone"]}}, "problems": ["1 wrong", "gone"]})
+    assert said[2:4] == ["| pages **FAILED** | 40 | 0 | 900 | 1 | 2 | whole 30 |", "| other **FAILED** | | | | | | |"]
+    assert said[4:] == ["", "FAILED: 1 wrong", "", "FAILED: gone"]
 
 
 def test_a_server_that_failed_is_marked() -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import end_to_end_plan as plan
-from benchmarks import end_to_end_profile, gpu_tables, sparse_mla_tables
+from benchmarks import end_to_end_profile, gpu_tables, kernel_profile_counters, sparse_mla_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -230,6 +230,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "dsv4 seam": gpu_tables.dsv4_seam,
     "end to end": end_to_end,
     "end to end summary": end_to_end_summary,
+    "kernel profile": kernel_profile_counters.table,
     "kernels": kernels,
     "memory": memory,
     "parity": parity,

@@ -31,71 +31,38 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import kernel_profile_counters as counting
-from benchmarks import points, record
-from benchmarks.kernel_profile_child import ARMS, SELECTED
-from benchmarks.points import Point
+from benchmarks import record
+from benchmarks.kernel_profile_calls import MISSED, TINY, Call, parse
+from benchmarks.kernel_profile_child import SELECTED
 from sglang_specverify.demo import processes
-from sglang_specverify.errors import ArgumentError, SpecverifyError, show_without_traceback
+from sglang_specverify.errors import SpecverifyError, show_without_traceback
 from sglang_specverify.kernels.variants import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 #: Where ceilings are taken from if its hardware is this; else they are measured.
 CEILINGS = ROOT / "benchmarks" / "results" / "verify-attention-h200.json"
-#: Sections, and few metrics by name: what a version does not know in a section it leaves out.
 SECTIONS = (
     "SpeedOfLight", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "ComputeWorkloadAnalysis", "LaunchStats",
     "Occupancy", "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
-NCU = (
-    "--clock-control", "none", "--cache-control", "all", "--replay-mode", "kernel", "--target-processes", "application-only",
-    "--profile-from-start", "off", "--print-units", "base", "--csv", "--page", "raw",
-    *(word for section in SECTIONS for word in ("--section", section)),
-    "--metrics", "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum",
-)  # fmt: skip
+_ALWAYS = ("--clock-control", "none", "--csv", "--page", "raw")
+#: Options of `ncu`, the second for a version that profiles nothing by the first. Neither names a metric that may be unknown.
+WAYS: dict[str, tuple[str, ...]] = {
+    "sections between start and stop": (
+        *_ALWAYS, "--cache-control", "all", "--target-processes", "application-only", "--profile-from-start", "off",
+        "--print-units", "base", *(word for section in SECTIONS for word in ("--section", section)),
+        "--metrics", "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum",
+    ),
+    "all sections of the third launch by name": (
+        *_ALWAYS, "--set", "full", "--kernel-name-base", "demangled", "--kernel-name",
+        "regex:verify_attention_kernel|specialized_kernel|FlashAttnFwdSm90", "--launch-skip", "2", "--launch-count", "1",
+    ),
+}  # fmt: skip
 #: Share of the time that compiling and checking may take, and seconds in which no child could do anything.
 _CHECKING, _TOO_SHORT = 0.4, 3.0
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call to profile.
-
-    Attributes:
-        arm: an arm's name, or "selected".
-        missed: the aim that it missed, for people.
-    """
-
-    point: Point
-    arm: str = SELECTED
-    missed: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.point.name}, {self.arm}"
-
-    def job(self, do: str, arm: str | None = None) -> dict[str, Any]:
-        return {"do": do, "point": self.point.as_dict(), "arm": arm or self.arm}
-
-
-#: In order of importance. `benchmarks.aims` has the aims.
-MISSED = (
-    Call(Point("chain", 1, 4, 8192), missed="14 µs"),
-    Call(Point("tree", 32, 128, 2048), missed="1.15 × fa3's prefix pass"),
-    Call(Point("draft", 1, 8, 8192), missed="2 × as fast as stock fa3"),
-    Call(Point("chain", 4, 4, 2048), missed="3 × as fast as upstream's split-KV"),
-    Call(Point("chain", 1, 4, 384), missed="10 × as fast as stock triton"),
-    Call(Point("tree", 8, 64, 128), missed="3 × as fast as stock fa3 and triton"),
-    Call(Point("draft", 4, 16, 2048), missed="2 × as fast as stock fa3"),
-    Call(Point("tree", 32, 128, 2048), "fa3_prefix", "none: it is what that tree is compared with"),
-    Call(Point("tree", 1, 64, 32768), missed="none, but far from its floor"),
-    Call(Point("tree", 8, 64, 16384), missed="none, but far from its floor"),
-)
-_SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
-TINY = (Call(Point("chain", 1, 4, 200, **_SHAPE)), Call(Point("tree", 1, 6, 40, **_SHAPE)))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    show_without_traceback()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="result file, written after every call")
     parser.add_argument("--call", action="append", help='"NAME OF A POINT = ARM"; repeatable; what missed an aim if left out')
@@ -120,8 +87,13 @@ def profile(
     """Check all calls, profile one after the other, and keep every row at once. Returns the results without their environment."""
     begin = time.monotonic()
     deadline = begin + seconds
-    results: dict[str, Any] = {"ncu": {"version": version_of(ncu), "options": " ".join(NCU)}}
-    results |= {"ceilings": ceilings_of(ceilings, children, deadline), "rows": [], "not run": []}
+    results: dict[str, Any] = {
+        "ncu": {"version": version_of(ncu), "options": {name: " ".join(way) for name, way in WAYS.items()}},
+        "ceilings": ceilings_of(ceilings, children, deadline),
+        "rows": [],
+        "not run": [],
+    }
+    ways = list(WAYS)
     rows = check(calls, children, min(deadline, time.monotonic() + _CHECKING * seconds))
     for number, (call, row) in enumerate(zip(calls, rows, strict=True)):
         left = deadline - time.monotonic()
@@ -130,30 +102,17 @@ def profile(
             break
         if "why" not in row:
             limit = min(left, max(each, left / (len(calls) - number)))
-            row |= under_ncu(ncu, call, row, children, limit, results["ceilings"])
+            row |= under_ncu(ncu, ways, call, row, children, limit)
+            if "why" not in row:
+                row |= floor_of(row, results["ceilings"])
+                # What served is tried first from now on.
+                ways = [row["way"], *(way for way in ways if way != row["way"])]
         results["rows"].append(row)
         print(f"{time.monotonic() - begin:.0f} s, {call.name}: {row.get('why') or row['us']}", flush=True)
         record.write(out, results)
-    record.write(out, results)
+    if results["not run"]:
+        record.write(out, results)
     return results
-
-
-def parse(text: str) -> Call:
-    """The call that "NAME OF A POINT = ARM" means; what is selected, if it has no arm.
-
-    Raises:
-        ArgumentError: a point or an arm of no such name.
-    """
-    name, _, arm = (part.strip() for part in text.partition("="))
-    arm = arm or SELECTED
-    known = {point.name: point for selection in points.SELECTIONS.values() for point in selection()}
-    known |= {call.point.name: call.point for call in (*MISSED, *TINY)}
-    if name not in known:
-        raise ArgumentError("--call", repr(name), "the name of a point in benchmarks/points.py")
-    if arm not in (SELECTED, *ARMS):
-        raise ArgumentError("--call", repr(arm), ", ".join((SELECTED, *ARMS)))
-    own = Call(known[name], arm)
-    return next((call for call in MISSED if call.name == own.name), own)
 
 
 def version_of(ncu: str) -> str:
@@ -212,21 +171,27 @@ def missing(call: Call, device: str) -> str | None:
     return None if own or device != "cuda" or importlib.util.find_spec("sglang") else "SGLang is not installed"
 
 
-def under_ncu(
-    ncu: str, call: Call, row: dict[str, Any], children: Children, limit: float, ceilings: dict[str, Any]
-) -> dict[str, Any]:
-    """What a row gets from the profile of the variant that was checked: floor, microseconds and counters, or why not."""
+def under_ncu(ncu: str, ways: Sequence[str], call: Call, row: dict[str, Any], children: Children, limit: float) -> dict[str, Any]:
+    """Microseconds and counters of the variant that was checked, by the first of the ways that profiles it, or why not."""
     begin = time.monotonic()
-    child = children.start("ncu", call.job("profile", row["variant"]), (ncu, *NCU))
-    if not child.finish(begin + limit):
-        return {"why": f"no profile in {limit:.0f} s"}
-    try:
-        found = counting.summarize(counting.read(child.output()))
-    except ValueError as failure:
-        return {"why": f"{failure}: {child.said()}"}
+    failures: dict[str, None] = {}
+    for way in ways:
+        child = children.start("ncu", call.job("profile", row["variant"]), (ncu, *WAYS[way]))
+        if not child.finish(begin + limit):
+            return {"why": "; ".join([*failures, f"no profile in {limit:.0f} s"])}
+        try:
+            found = counting.summarize(counting.read(child.output()))
+        except ValueError as failure:
+            failures[f"{failure}: {child.said()}"] = None
+            continue
+        return {**found, "way": way, "seconds": round(time.monotonic() - begin, 1)}
+    return {"why": "; ".join(failures)}
+
+
+def floor_of(row: dict[str, Any], ceilings: dict[str, Any]) -> dict[str, Any]:
+    """The roofline of a call: the longer of its bytes and its FLOPs at the ceilings, in microseconds."""
     by_bytes, by_flops = row["bytes"] / ceilings["copy_tb_per_s"] / 1e6, row["flops"] / ceilings["matmul_tflops"] / 1e6
-    floor = {"floor_us": round(max(by_bytes, by_flops), 3), "floor": "bytes" if by_bytes >= by_flops else "FLOPs"}
-    return {**floor, **found, "seconds": round(time.monotonic() - begin, 1)}
+    return {"floor_us": round(max(by_bytes, by_flops), 3), "floor": "bytes" if by_bytes >= by_flops else "FLOPs"}
 
 
 @dataclass(frozen=True)
@@ -288,4 +253,5 @@ class Children:
 
 
 if __name__ == "__main__":
+    show_without_traceback()
     main()

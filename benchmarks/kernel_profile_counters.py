@@ -104,7 +104,7 @@ def read(output: str) -> list[Kernel]:
             continue
         cells = {name: (text, unit) for name, text, unit in zip(header, row, units, strict=True)}
         values = {name: (number, unit) for name, (text, unit) in cells.items() if (number := _number(text)) is not None}
-        found.append(Kernel(cells["Kernel Name"][0], values))
+        found.append(Kernel(cells.get("Kernel Name", ("?", ""))[0], values))
     return found
 
 
@@ -227,8 +227,8 @@ def table(results: Mapping[str, Any]) -> list[str]:
     for row in results["rows"]:
         if "why" not in row:
             lines.append("| " + " | ".join(_cells(row, ceilings)) + " |")
-    failed = [f"FAILED: {row['name']}, {row['arm']}: {' '.join(row['why'].split())}" for row in results["rows"] if "why" in row]
-    lines += [line for text in failed for line in ("", text)]
+    reasons = [f"{row['name']}, {row['arm']}: {' '.join(row['why'].split())}" for row in results["rows"] if "why" in row]
+    lines += [line for reason in reasons for line in ("", f"Not profiled: {reason}.")]
     return [*lines, "", f"Not run: {'; '.join(results['not run'])}."] if results["not run"] else lines
 
 

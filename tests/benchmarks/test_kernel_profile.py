@@ -19,7 +19,8 @@ import torch
 from benchmarks import docs, inputs, kernel_profile, kernel_profile_child
 from benchmarks import kernel_profile_counters as counting
 from benchmarks.arms import Arm
-from benchmarks.kernel_profile import MISSED, TINY, Call, Children
+from benchmarks.kernel_profile import WAYS, Children
+from benchmarks.kernel_profile_calls import MISSED, TINY, Call, parse
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -39,14 +40,12 @@ LAUNCH: dict[str, tuple[str, str]] = {
     "lts__t_sector_hit_rate.pct": ("%", "33.30"),
     "lts__t_sectors.sum": ("sector", "1,600,000"),
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "38.10"),
-    "sm__cycles_active.avg": ("cycle", "27,911.20"),
     "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active": ("%", "99.00"),
     "sm__issue_active.avg.pct_of_peak_sustained_elapsed": ("%", "9.80"),
     "sm__maximum_warps_per_active_cycle_pct": ("%", "12.50"),
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("%", "7.70"),
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": ("%", "6.90"),
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("%", "6.30"),
-    "smsp__warps_eligible.avg.per_cycle_active": ("warp", "0.12"),
     STALLED.format("long_scoreboard"): ("inst", "5.00"),
     STALLED.format("long_scoreboard_not_issued"): ("inst", "900.00"),
     STALLED.format("barrier"): ("inst", "1.50"),
@@ -188,6 +187,7 @@ def test_a_profile_is_written_with_its_roofline(tools: Callable[..., Children], 
     found = profiled(tools('echo "$@" > {raw}.arguments; cat {raw}'), tmp_path)
     assert found["ncu"]["version"] == "Version 2025.3.1.0" and found["hardware"] and found["versions"]["torch"]
     first, second = found["rows"]
+    assert first["way"] == next(iter(WAYS))
     assert first["floor_us"] == 8.5 and first["floor"] == "bytes" and first["us"] == 16.82 and second["us"] == 16.82
     arguments = (tmp_path / "raw.csv.arguments").read_text()
     for options in ("--clock-control none", "--section WarpStateStats", "--profile-from-start off", "--page raw"):
@@ -212,17 +212,25 @@ def test_a_call_that_fails_is_a_row_with_its_reason(
 ) -> None:
     found = profiled(tools(ncu, checked), tmp_path)
     assert [row["why"] for row in found["rows"]] == [reason, reason]
-    assert f"FAILED: {TINY[0].point.name}, selected: {reason}" in counting.table(found)
+    assert f"Not profiled: {TINY[0].point.name}, selected: {reason}." in counting.table(found)
 
 
 def test_a_profile_that_hangs_is_ended_with_what_it_started(tools: Callable[..., Children], tmp_path: Path) -> None:
     children = tools("sleep 60 & echo $! > {raw}.pid; wait")
-    ncu = str(tmp_path / "bin" / "ncu")
-    row = kernel_profile.under_ncu(ncu, TINY[0], CHECKED, children, 2.0, CEILINGS)
+    row = kernel_profile.under_ncu(str(tmp_path / "bin" / "ncu"), list(WAYS), TINY[0], CHECKED, children, 2.0)
     assert row == {"why": "no profile in 2 s"}
     state = Path("/proc") / (tmp_path / "raw.csv.pid").read_text().strip() / "stat"
     # Nobody may have waited for it yet.
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_version_that_profiles_nothing_between_start_and_stop_is_asked_otherwise(
+    tools: Callable[..., Children], tmp_path: Path
+) -> None:
+    children = tools('echo >> {raw}.runs; case "$*" in *--section*) echo "==ERROR== unknown section"; exit 1;; esac; cat {raw}')
+    rows = profiled(children, tmp_path)["rows"]
+    assert [row["way"] for row in rows] == [list(WAYS)[1]] * 2
+    assert (tmp_path / "raw.csv.runs").read_text() == "\n" * 3, "the second call has to begin with what served the first"
 
 
 def test_what_there_is_no_time_for_is_not_run(
@@ -236,11 +244,11 @@ def test_what_there_is_no_time_for_is_not_run(
 
 def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = f"{MISSED[0].point.name} = fused_split"
-    assert kernel_profile.parse(named) == Call(MISSED[0].point, "fused_split")
-    assert kernel_profile.parse(MISSED[0].point.name) == MISSED[0]
+    assert parse(named) == Call(MISSED[0].point, "fused_split")
+    assert parse(MISSED[0].point.name) == MISSED[0]
     for text in ("chain bs 1", f"{MISSED[0].point.name} = fa9"):
         with pytest.raises(ArgumentError, match="--call"):
-            kernel_profile.parse(text)
+            parse(text)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SpecverifyError, match="no ncu in PATH"):
         kernel_profile.main(["--out", str(tmp_path / "out.json")])

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import end_to_end_profile, end_to_end_tables, gpu_tables, sparse_mla_tables
+from benchmarks import end_to_end_profile, end_to_end_tables, gpu_tables, kernel_profile_counters, sparse_mla_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -201,6 +201,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "end to end other": end_to_end_tables.others,
     "end to end summary": end_to_end_tables.summary,
     "endurance": gpu_tables.endurance,
+    "kernel profile": kernel_profile_counters.table,
     "kernels": kernels,
     "long context engines": end_to_end_tables.long_contexts,
     "memory": memory,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.engines import Round, Speculation
+from benchmarks.shapes import Shape
 from sglang_specverify.errors import ArgumentError
 
 WIDTHS, TOPKS = (64, 128), (4, 8, 16)
@@ -95,6 +96,19 @@ def scenario(name: str) -> Scenario:
     elif name == "pressure":
         return Scenario(name, tree(64, 8), page_size=64, pool_share=0.6)
     raise ArgumentError("scenario", repr(name), "WxTOPK such as 128x16 with topk 2 or more, chain, off, pressure")
+
+
+def refusal(shape: Shape, chosen: Scenario, stock: str) -> str | None:
+    """Why SGLang 0.5.23 does not serve this on SM90 over that backend, so that its engine would not start; None where it does."""
+    sliding = "sliding_attention" in shape.target.get("layer_types", ())
+    if stock == "flashinfer" and sliding:
+        return "SGLang serves gpt-oss on fa3, fa4 and triton: flashinfer has no sinks"
+    if chosen.topk > 1 and chosen.page_size > 1:
+        if stock == "fa4":
+            return "SGLang serves trees on pages over fa3, triton and flashinfer alone"
+        if stock == "fa3" and sliding:
+            return "SGLang's fa3 serves no trees on pages with sliding windows"
+    return None
 
 
 def grid() -> Iterator[tuple[Scenario, Cell]]:

@@ -100,6 +100,9 @@ class Setup:
         found = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(_INDUCTOR_CACHE)}
         if self.speculation is not None:
             found["SGLANG_SIMULATE_ACC_LEN"] = f"{self.accept_length:g}"
+        if self.arm == "flashinfer":
+            # Prompts through the kernel that verifies, too: the one they have of their own takes minutes to build at first use.
+            found["SGLANG_FLASHINFER_USE_PAGED"] = "1"
         if self.arm != OURS:
             found["SGLANG_SPECVERIFY_DISABLE"] = "1"
         elif self.base is not None:

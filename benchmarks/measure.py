@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from benchmarks.points import Point
 AGAIN = " (again)"
 #: An arm slower than the fastest by this factor decides nothing: few rounds say how slow it is.
 HOPELESS = 8.0
+#: Seconds of preparing and first calling an arm from which on they are kept: it compiled something.
+SLOW_TO_PREPARE = 1.0
 
 
 def measure(
@@ -45,7 +48,7 @@ def measure(
     chosen = gate.samples(made)
     for arm in arms:
         if point.kind in arm.kinds:
-            row["arms"][arm.name] = _check(arm, made, chosen, calls)
+            row["arms"][arm.name] = check(arm, made, chosen, calls)
     if ceilings is not None:
         row["floor_us"] = made.work.floor_us(ceilings.bytes_per_s, ceilings.flops_per_s)
         time_arms(row, calls, made.layers, states)
@@ -55,8 +58,18 @@ def measure(
     return row
 
 
-def _check(arm: Arm, made: inputs.Inputs, chosen: list[gate.Sample], calls: dict[str, Call]) -> dict[str, Any]:
-    """Build and run an arm once; it joins `calls` where its output is right."""
+def check(arm: Arm, made: inputs.Inputs, chosen: list[gate.Sample], calls: dict[str, Call]) -> dict[str, Any]:
+    """Build and run an arm once; it joins `calls` where its output is right.
+
+    `prepare_s` says how long that took where it was long, whatever came of it.
+    """
+    begin = time.monotonic()
+    found = _checked(arm, made, chosen, calls)
+    seconds = time.monotonic() - begin
+    return found | ({"prepare_s": round(seconds, 1)} if seconds >= SLOW_TO_PREPARE else {})
+
+
+def _checked(arm: Arm, made: inputs.Inputs, chosen: list[gate.Sample], calls: dict[str, Call]) -> dict[str, Any]:
     limit = gate.FP8_LIMIT if arm.fp8_products and made.point.cache == "e4m3" else gate.LIMIT
     try:
         call = arm.build(made)

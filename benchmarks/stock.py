@@ -17,6 +17,8 @@ from benchmarks.points import DRAFT_STEP, TREE_DEPTH
 
 #: The largest table that a backend's metadata may need here.
 MOST_TABLE_BYTES = 16 << 30
+#: Masks and index lists of the largest points come to gigabytes.
+MOST_MASK_BYTES = 16 << 30
 
 
 def cumulative(lengths: torch.Tensor) -> torch.Tensor:
@@ -33,11 +35,33 @@ def page_table(inputs: Inputs, extra: int = 0) -> torch.Tensor:
     return inputs.table[inputs.row_ids.long(), :width].contiguous()
 
 
+def full_mask(inputs: Inputs) -> torch.Tensor:
+    """bool, flat: per request W rows of L + W, the prefix all visible."""
+    assert inputs.mask is not None
+    width = inputs.point.width
+    if sum(width * (length + width) for length in inputs.lengths) > MOST_MASK_BYTES:
+        raise Unavailable("a FULL_MASK beyond 16 GB")
+    parts = []
+    for request, length in enumerate(inputs.lengths):
+        ones = torch.ones(width, length, dtype=torch.bool, device=inputs.q.device)
+        parts.append(torch.cat([ones, inputs.mask[request]], 1).flatten())
+    return torch.cat(parts)
+
+
+def prefix_slots(inputs: Inputs, starts: list[int] | None = None, extra: int = 0) -> torch.Tensor:
+    """int64, flat: slots of each request's positions from its start (0) to L + extra."""
+    first = starts or [0] * len(inputs.lengths)
+    rows = zip(inputs.slots, first, inputs.lengths, strict=True)
+    return torch.cat([row[start : length + extra] for row, start, length in rows]).contiguous()
+
+
 def _fa_arguments(inputs: Inputs, version: int, sequences: int) -> tuple[Any, dict[str, Any]]:
     """The function, and what all of a backend's calls pass: scales for an FP8 cache, which FA3 takes with Q in FP8."""
+    point = inputs.point
+    if version == 4 and point.cache == "e4m3":
+        raise Unavailable("FlashAttention 4 takes an FP8 cache on SM100 only")
     from sglang.kernels.ops.attention.flash_attention import flash_attn_with_kvcache
 
-    point = inputs.point
     options: dict[str, Any] = {"softmax_scale": inputs.sm_scale, "softcap": 0.0, "num_splits": 0, "ver": version}
     if point.cache == "e4m3" and version == 3:
         for name, scale in (("k_descale", inputs.k_scale), ("v_descale", inputs.v_scale)):

@@ -1,4 +1,4 @@
-"""SGLang's Triton kernels and FlashInfer's masked prefill, called as SGLang 0.5.23's backends call them."""
+"""SGLang's Triton kernels, called as SGLang 0.5.23's backend calls them, and the list of all stock arms."""
 
 from __future__ import annotations
 
@@ -9,33 +9,11 @@ import torch
 from benchmarks.arms import Arm, Call, Unavailable
 from benchmarks.inputs import Inputs
 from benchmarks.points import DRAFT_STEP
-from benchmarks.stock import FLASH_ATTENTION, cumulative
+from benchmarks.stock import FLASH_ATTENTION, MOST_MASK_BYTES, cumulative, full_mask, prefix_slots
+from benchmarks.stock_flashinfer import FLASHINFER
 
 #: `triton_attention_num_kv_splits` of SGLang's arguments.
 KV_SPLITS = 8
-#: Masks and index lists of the largest points come to gigabytes.
-MOST_MASK_BYTES = 16 << 30
-WORKSPACE_BYTES = 512 << 20
-
-
-def full_mask(inputs: Inputs) -> torch.Tensor:
-    """bool, flat: per request W rows of L + W, the prefix all visible."""
-    assert inputs.mask is not None
-    width = inputs.point.width
-    if sum(width * (length + width) for length in inputs.lengths) > MOST_MASK_BYTES:
-        raise Unavailable("a FULL_MASK beyond 16 GB")
-    parts = []
-    for request, length in enumerate(inputs.lengths):
-        ones = torch.ones(width, length, dtype=torch.bool, device=inputs.q.device)
-        parts.append(torch.cat([ones, inputs.mask[request]], 1).flatten())
-    return torch.cat(parts)
-
-
-def prefix_slots(inputs: Inputs, starts: list[int] | None = None, extra: int = 0) -> torch.Tensor:
-    """int64, flat: slots of each request's positions from its start (0) to L + extra."""
-    first = starts or [0] * len(inputs.lengths)
-    rows = zip(inputs.slots, first, inputs.lengths, strict=True)
-    return torch.cat([row[start : length + extra] for row, start, length in rows]).contiguous()
 
 
 def extend(inputs: Inputs, *, split_kv: bool = False) -> Call:
@@ -126,37 +104,10 @@ def triton(inputs: Inputs) -> Call:
     return decode(inputs) if inputs.point.kind == "draft" else extend(inputs)
 
 
-def flashinfer(inputs: Inputs) -> Call:
-    """FlashInfer's paged prefill under a custom mask, slots as pages of one token, planned before."""
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-    point, device = inputs.point, inputs.q.device
-    if inputs.sinks is not None or point.window >= 0:
-        raise Unavailable("SGLang's flashinfer backend has no sinks, and divides windows over two wrappers")
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-    starts = torch.arange(0, point.batch * point.width + 1, point.width, dtype=torch.int32, device=device)
-    wrapper.plan(
-        starts, cumulative(inputs.prefix_lens + point.width), prefix_slots(inputs, extra=point.width).int(),
-        torch.ones(point.batch, dtype=torch.int32, device=device), point.q_heads, point.kv_heads, point.head_dim, 1,
-        custom_mask=full_mask(inputs), sm_scale=inputs.sm_scale, q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype,
-    )  # fmt: skip
-    out = torch.empty_like(inputs.q)
-    # A factor of 1 would cost a launch.
-    scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale} if point.cache == "e4m3" else {}
-
-    def call(layer: int) -> torch.Tensor:
-        cache = (inputs.k[layer].unsqueeze(1), inputs.v[layer].unsqueeze(1))
-        wrapper.run(inputs.q, cache, out=out, **scales)
-        return out
-
-    return call
-
-
 STOCK = (
     *FLASH_ATTENTION,
     # With an FP8 cache upstream's Triton kernels round Q and P to FP8 before their products with the prefix.
     Arm("triton", "stock", triton, ("tree", "chain", "draft"), fp8_products=True),
     Arm("upstream_splitkv", "yardstick", split_kv, ("chain",), fp8_products=True),
-    Arm("flashinfer", "stock", flashinfer),
+    FLASHINFER,
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import end_to_end_plan as plan
-from benchmarks import gate, inputs, measure, shapes, stock_flashinfer, stock_warm
+from benchmarks import gate, inputs, measure, shapes, sparse_mla_arms, stock_flashinfer, stock_warm
 from benchmarks.arms import Arm, Unavailable
 from benchmarks.engines import Setup, Speculation
 from benchmarks.points import FAMILIES, Point
@@ -137,7 +137,16 @@ def test_every_family_that_compiles_apart_is_compiled_ahead() -> None:
     assert set(families) == {"plain", *FAMILIES} - {"page 64", "mixed lengths"}
     assert {point.kind for point in families["plain"]} == {"tree", "chain"}
     assert all(point.cache == "e4m3" for point in families["fp8 cache"])
-    assert set(stock_warm.ARMS) <= {arm.name for arm in STOCK}
+    assert set(stock_warm.DENSE) <= {arm.name for arm in STOCK}
+    assert set(stock_warm.SPARSE) <= {arm.name for arm in sparse_mla_arms.ARMS}
+
+
+def test_sparse_calls_are_compiled_for_every_kind_of_row_count() -> None:
+    points = list(stock_warm.sparse_work())
+    # Triton compiles for one, for multiples of 16, and for what is neither.
+    kinds = {(point.heads, point.topk, 1 if point.rows == 1 else "16s" if point.rows % 16 == 0 else "any") for point in points}
+    assert kinds == {(*call, rows) for call in ((64, 512), (64, 0), (128, 512)) for rows in (1, "16s", "any")}
+    assert [function.__name__ for function, _ in stock_warm.jobs(["fa4", "sglang triton"])][:10] == ["warm_sparse"] * 10
 
 
 @pytest.mark.parametrize(

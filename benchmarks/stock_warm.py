@@ -103,12 +103,12 @@ def main(
         raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}", param_hint="--arm")
     begin = time.monotonic()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(function, *given) for function, given in jobs(chosen)]
+        futures = {pool.submit(function, *given): given for function, given in jobs(chosen)}
         for future in as_completed(futures):
             try:
                 print("\n".join(future.result()), flush=True)
             except Exception as failure:
-                print(measure.why(failure), flush=True)
+                print(f"{futures[future][0]}, {futures[future][1]}: {measure.why(failure)}", flush=True)
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
 
 

@@ -132,6 +132,26 @@ def test_seconds_of_a_first_call_are_kept_where_it_compiled(monkeypatch: pytest.
     assert measure.check(arm, made, [], {})["prepare_s"] >= 0
 
 
+def test_what_takes_long_to_fail_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(made: inputs.Inputs) -> Any:
+        tried.append(made.point)
+        raise torch.OutOfMemoryError("GPU") if made.point.width == 4 else RuntimeError("no such instruction")
+
+    monkeypatch.setattr(measure, "_FAILED", {})
+    made, other = inputs.make(TREE, CPU), inputs.make(replace(TREE, width=5), CPU)
+    arm = Arm("fails", "stock", fail)
+    for point in (made, other):
+        assert measure.check(arm, point, [], {})["why"] == "RuntimeError: no such instruction"
+    monkeypatch.setattr(measure, "SLOW_TO_FAIL", 0.0)
+    measure.check(arm, inputs.make(replace(TREE, width=4), CPU), [], {})
+    measure.check(arm, made, [], {})
+    assert measure.check(arm, other, [], {})["why"] == f"as at {TREE.name}: RuntimeError: no such instruction"
+    measure.check(arm, inputs.make(replace(TREE, head_dim=32), CPU), [], {})
+    assert [point.head_dim for point in tried] == [64, 64, 64, 64, 32]
+
+
 def test_every_family_that_compiles_apart_is_compiled_ahead() -> None:
     families = dict(stock_warm.work())
     assert set(families) == {"plain", *FAMILIES} - {"page 64", "mixed lengths"}

@@ -20,6 +20,10 @@ AGAIN = " (again)"
 HOPELESS = 8.0
 #: Seconds of preparing and first calling an arm from which on they are kept: it compiled something.
 SLOW_TO_PREPARE = 1.0
+#: An arm that fails after so many seconds failed to compile: it would again at every point of the family.
+SLOW_TO_FAIL = 5.0
+#: Why such arms failed in this process, by arm, kind and family.
+_FAILED: dict[tuple[str, str, str], str] = {}
 
 
 def measure(
@@ -61,11 +65,18 @@ def measure(
 def check(arm: Arm, made: inputs.Inputs, chosen: list[gate.Sample], calls: dict[str, Call]) -> dict[str, Any]:
     """Build and run an arm once; it joins `calls` where its output is right.
 
-    `prepare_s` says how long that took where it was long, whatever came of it.
+    `prepare_s` says how long that took where it was long, whatever came of it. What took long to fail is not tried again for
+    other points of the same kind and family, unless memory was short.
     """
+    family = (arm.name, made.point.kind, made.point.family)
+    if family in _FAILED:
+        return {"group": arm.group, "why": _FAILED[family]}
     begin = time.monotonic()
     found = _checked(arm, made, chosen, calls)
     seconds = time.monotonic() - begin
+    raised = "why" in found and "error" not in found
+    if raised and seconds >= SLOW_TO_FAIL and "OutOfMemory" not in found["why"]:
+        _FAILED[family] = f"as at {made.point.name}: {found['why']}"[:200]
     return found | ({"prepare_s": round(seconds, 1)} if seconds >= SLOW_TO_PREPARE else {})
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import end_to_end_plan as plan
-from benchmarks import gate, inputs, measure, shapes, stock_flashinfer, stock_warm
+from benchmarks import gate, inputs, measure, shapes, sparse_mla_arms, stock_flashinfer, stock_warm
 from benchmarks.arms import Arm, Unavailable
 from benchmarks.engines import Setup, Speculation
 from benchmarks.points import FAMILIES, Point
@@ -132,12 +132,41 @@ def test_seconds_of_a_first_call_are_kept_where_it_compiled(monkeypatch: pytest.
     assert measure.check(arm, made, [], {})["prepare_s"] >= 0
 
 
+def test_what_takes_long_to_fail_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(made: inputs.Inputs) -> Any:
+        tried.append(made.point)
+        raise torch.OutOfMemoryError("GPU") if made.point.width == 4 else RuntimeError("no such instruction")
+
+    monkeypatch.setattr(measure, "_FAILED", {})
+    made, other = inputs.make(TREE, CPU), inputs.make(replace(TREE, width=5), CPU)
+    arm = Arm("fails", "stock", fail)
+    for point in (made, other):
+        assert measure.check(arm, point, [], {})["why"] == "RuntimeError: no such instruction"
+    monkeypatch.setattr(measure, "SLOW_TO_FAIL", 0.0)
+    measure.check(arm, inputs.make(replace(TREE, width=4), CPU), [], {})
+    measure.check(arm, made, [], {})
+    assert measure.check(arm, other, [], {})["why"] == f"as at {TREE.name}: RuntimeError: no such instruction"
+    measure.check(arm, inputs.make(replace(TREE, head_dim=32), CPU), [], {})
+    assert [point.head_dim for point in tried] == [64, 64, 64, 64, 32]
+
+
 def test_every_family_that_compiles_apart_is_compiled_ahead() -> None:
     families = dict(stock_warm.work())
     assert set(families) == {"plain", *FAMILIES} - {"page 64", "mixed lengths"}
     assert {point.kind for point in families["plain"]} == {"tree", "chain"}
     assert all(point.cache == "e4m3" for point in families["fp8 cache"])
-    assert set(stock_warm.ARMS) <= {arm.name for arm in STOCK}
+    assert set(stock_warm.DENSE) <= {arm.name for arm in STOCK}
+    assert set(stock_warm.SPARSE) <= {arm.name for arm in sparse_mla_arms.ARMS}
+
+
+def test_sparse_calls_are_compiled_for_every_kind_of_row_count() -> None:
+    points = list(stock_warm.sparse_work())
+    # Triton compiles for one, for multiples of 16, and for what is neither.
+    kinds = {(point.heads, point.topk, 1 if point.rows == 1 else "16s" if point.rows % 16 == 0 else "any") for point in points}
+    assert kinds == {(*call, rows) for call in ((64, 512), (64, 0), (128, 512)) for rows in (1, "16s", "any")}
+    assert [function.__name__ for function, _ in stock_warm.jobs(["fa4", "sglang triton"])][:10] == ["warm_sparse"] * 10
 
 
 @pytest.mark.parametrize(

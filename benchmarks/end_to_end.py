@@ -42,6 +42,9 @@ def serve_scenario(run: Run, chosen: plan.Scenario, wanted: Sequence[plan.Cell])
     with contextlib.ExitStack() as lasting:
         ours: Engine | None = None
         for stock in run.arms:
+            if refused := plan.refusal(run.shape, chosen, stock):
+                run.say(f"{chosen.name}, {stock}: {refused}")
+                continue
             todo = run.open_cells(chosen, stock, wanted)
             if not todo:
                 run.say(f"{chosen.name}, {stock}: measured already")
@@ -226,7 +229,10 @@ def main(
         with broken_off_after(minutes * 60 + _HARD_MARGIN):
             for chosen, cells in wanted:
                 serve_scenario(run, chosen, cells)
-        left = sum(len(run.open_cells(chosen, stock, cells)) for chosen, cells in wanted for stock in arms)
+        pairs = [
+            (chosen, stock, cells) for chosen, cells in wanted for stock in arms if not plan.refusal(run.shape, chosen, stock)
+        ]
+        left = sum(len(run.open_cells(chosen, stock, cells)) for chosen, stock, cells in pairs)
     finish(run, left)
 
 

@@ -84,7 +84,7 @@ CHAIN_COLUMNS = ("point", "ours", "rows apart / ours", "flashmla / ours", "ours 
 
 
 def chains(results: dict[str, Any], state: State) -> list[list[str]]:
-    """A row for each point of several query rows that was timed; a list of its own for each row and one for all are two points."""
+    """A row for each point of several query rows that was timed; a list for each row and one for all are two points."""
     rows = {Point(**row["point"]): row for row in results["points"]}
     lines = []
     for point, row in rows.items():

@@ -35,3 +35,13 @@ def test_producers_write_shared_memory_with_ordinary_stores(pool: ProcessPoolExe
     # No barrier of this project's lies among the bytes by which the compiler tells twelve further warps what to run.
     barriers = [int(place) for place in re.findall(r"add\.s32 \s*%r\d+, %r\d+, (2\d{5});", assembly)]
     assert barriers and not any(map(compiled.dispatches, barriers))
+
+
+def test_handovers_are_what_they_are_named(pool: ProcessPoolExecutor) -> None:
+    found = pool.submit(workers.handovers).result()
+    assert {name for name, text in found.items() if "stmatrix" in text} == {"second group writes, stmatrix"}
+    assert {name for name, text in found.items() if "try_wait" not in text} == {"nobody waits"}
+    assert {name for name, text in found.items() if re.search(r"bar\.sync\s+7, 128", text)} == {"first group writes, own barrier"}
+    for name, text in found.items():
+        assert re.search(r"bar\.sync\s+" + ("0, 128" if name[0] in "fn" else "2, 256"), text), name
+        assert "mbarrier.arrive" in text

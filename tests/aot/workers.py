@@ -108,6 +108,14 @@ def hopper(batch: int) -> tuple[str, str]:
     return binary.asm["ptx"], str(compiled_of(binary, launch.options["num_warps"]))
 
 
+def handovers() -> dict[str, str]:
+    """Assembly of each of `tests.interpreter.handovers`."""
+    from tests.interpreter.handovers import CASES, LENGTH, launch_of
+
+    out = meta(4, LENGTH, dtype=torch.float32)
+    return {name: _binary(launch_of(name, out), "sm_90", packed=False).asm["ptx"] for name in CASES}
+
+
 def conversions_behind_the_packed_one(arch: str) -> tuple[str, str]:
     """What `conversion_of` says when this process has just compiled the packed multiply, and when it asks Triton's ptxas anew."""
     from triton.backends.nvidia.compiler import get_ptxas_version

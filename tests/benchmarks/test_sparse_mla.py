@@ -141,7 +141,12 @@ def test_verdicts() -> None:
 
 def test_several_rows_are_told_beside_one() -> None:
     points = [Point(8, 512, 16), Point(8, 512, 16, 6), Point(8, 512, 16, 6, shared=True), Point(1, 512, 64, 4)]
-    times = [{"specverify": 8.0}, {"specverify": 24.0, "flashmla": 36.0}, {"specverify": 10.0, "rows_apart": 25.0}, {"flashmla": 9.0}]
+    times = [
+        {"specverify": 8.0},
+        {"specverify": 24.0, "flashmla": 36.0},
+        {"specverify": 10.0, "rows_apart": 25.0},
+        {"flashmla": 9.0},
+    ]
     found = {"points": [measured(point, **time) for point, time in zip(points, times, strict=True)]}
     assert sparse_mla_report.chains(found, "warm") == [
         ["B 8 K 512 H 16 Sq 6", "24.0", "", "1.50", "3.00"],

@@ -1,4 +1,4 @@
-"""What racecheck reports, by kernel, pair of accesses, and what lies at the address; and the one kind of report that is excused.
+"""What racecheck reports, by kernel, pair of accesses and what lies at the address, and the one kind that is excused.
 
 Excused is a hazard at a byte by which the compiler's own code tells a further warp what to run (`launched.Compiled`): no source of
 this project reads or writes it. The kernel is the one that the report names, compiled as a launch of the same call had it.

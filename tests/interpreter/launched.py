@@ -1,4 +1,4 @@
-"""Which compiled kernels a call of the sweep launches, and which bytes of shared memory the compiler's own dispatch of warps reads."""
+"""Which compiled kernels a call of the sweep launches, and at which bytes of shared memory the compiler dispatches warps."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     compute-sanitizer --tool memcheck python -m tests.interpreter.sweep --minutes 3
     compute-sanitizer --tool racecheck python -m tests.interpreter.sweep --cases 1 --skip specialized
 
-Prints for each call the kernels that it launched, which reports of a checker are held to, and a line of its own, and exits with 1 if
-one was wrong. `--only WORD` takes the calls whose name has the word, `--skip
-WORD` those that do not, and `--cases N` so many of each kernel and kind of mask. What is expected is computed and compared on
-the CPU: a checker slows down every kernel of a reference on the device. Compiled kernels are kept: run it once without a checker.
+Prints for each call the kernels that it launched, which reports of a checker are held to, and a line of its own, and exits with
+1 if one was wrong. `--only WORD` takes the calls whose name has the word, `--skip WORD` those that do not, and `--cases N` so
+many of each kernel and kind of mask. What is expected is computed and compared on the CPU: a checker slows down every kernel of
+a reference on the device. Compiled kernels are kept: run it once without a checker.
 """
 
 from __future__ import annotations

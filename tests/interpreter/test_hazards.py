@@ -1,4 +1,4 @@
-"""Which hazards of racecheck are excused: those at the compiler's dispatch bytes, and no other; by texts as the tool prints them."""
+"""Which hazards of racecheck are excused: those at the compiler's dispatch bytes, and no other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_what_the_tool_reported_of_the_dispatch_is_excused() -> None:
     """The reserved kilobyte is in the addresses: with it, reports of three sizes of one kernel all end where its memory ends."""
     for compiled, addresses in REPORTED.items():
         assert addresses[-1] - hazards.RESERVED == compiled.shared - 1
-        text = run(*(hazard(address) for address in addresses), call(compiled), summary="8 hazards displayed (8 errors, 0 warnings)")
+        text = run(
+            *(hazard(address) for address in addresses), call(compiled), summary="8 hazards displayed (8 errors, 0 warnings)"
+        )
         found = sanitizers.read(text)
         assert found["reports"] == {} and found["calls"] == 1
         assert [(one["count"], one["excused"], one["at"]) for one in found["hazards"]] == [(8, True, hazards.DISPATCH)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
+
 from tests.aot import workers
 from tests.interpreter.launched import parse
 
@@ -23,8 +25,13 @@ def writers(assembly: str) -> dict[str, set[str]]:
     return found
 
 
-def test_producers_write_shared_memory_with_ordinary_stores(pool: ProcessPoolExecutor) -> None:
-    assembly, printed = pool.submit(workers.hopper, 1).result()
+@pytest.fixture(scope="module")
+def made(pool: ProcessPoolExecutor) -> tuple[str, str, dict[str, str]]:
+    return pool.submit(workers.hopper, 1).result()
+
+
+def test_producers_write_shared_memory_with_ordinary_stores(made: tuple[str, str, dict[str, str]]) -> None:
+    assembly, printed, _ = made
     found = writers(assembly)
     # Rows of 16 bytes a thread, and whether a row counts, of 4.
     assert found["hopper_produce"] == {"st.shared::cta.v4.b32", "st.shared::cta.b32"}
@@ -37,8 +44,8 @@ def test_producers_write_shared_memory_with_ordinary_stores(pool: ProcessPoolExe
     assert barriers and not any(map(compiled.dispatches, barriers))
 
 
-def test_handovers_are_what_they_are_named(pool: ProcessPoolExecutor) -> None:
-    found = pool.submit(workers.handovers).result()
+def test_handovers_are_what_they_are_named(made: tuple[str, str, dict[str, str]]) -> None:
+    found = made[2]
     assert {name for name, text in found.items() if "stmatrix" in text} == {"second group writes, stmatrix"}
     assert {name for name, text in found.items() if "try_wait" not in text} == {"nobody waits"}
     assert {name for name, text in found.items() if re.search(r"bar\.sync\s+7, 128", text)} == {"first group writes, own barrier"}

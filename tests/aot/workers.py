@@ -99,13 +99,13 @@ def decoding_packed(arch: str) -> tuple[str, int]:
     return binary.asm["ptx"], binary.metadata.tmem_size
 
 
-def hopper(batch: int) -> tuple[str, str]:
-    """Assembly of sparse MLA decode with specialised warps, and which of its shared memory is the compiler's own."""
+def hopper(batch: int) -> tuple[str, str, dict[str, str]]:
+    """Assembly of sparse MLA decode with specialised warps, which of its shared memory is the compiler's own, and `handovers`."""
     from tests.interpreter.launched import compiled_of
 
     launch = next(launches_of("sm_90", (batch, 1, 64, 512, "swa_mxfp8", False, False, "block_split"), "exact"))[1]
     binary = _binary(launch, "sm_90", packed=False)
-    return binary.asm["ptx"], str(compiled_of(binary, launch.options["num_warps"]))
+    return binary.asm["ptx"], str(compiled_of(binary, launch.options["num_warps"])), handovers()
 
 
 def handovers() -> dict[str, str]:

@@ -129,3 +129,16 @@ def test_launches_of_a_call_are_noted() -> None:
         Launch(Kernel(), (1, 1, 1), {"x": torch.empty(1)}, {"on": False}).run()
     launch.run()
     assert noted == {Compiled("one", 96)}
+
+
+def test_handovers_are_told_apart() -> None:
+    from .handovers import by_case
+
+    one = Compiled("handover_kernel", 320, 312, 320)
+    found = by_case(
+        f"{one}\nok    first group writes\n" + hazard(1024, "handover_kernel") + f"{one}\nok    first group writes, own barrier\n"
+        f"{one}\nWRONG second group writes\n" + hazard(1024 + 313, "handover_kernel") + f"{one}\nok    nobody waits\n"
+    )  # fmt: skip
+    assert {name: [group["excused"] for group in groups] for name, groups in found.items()} == {
+        "first group writes": [], "first group writes, own barrier": [False], "second group writes": [], "nobody waits": [True],
+    }  # fmt: skip

@@ -180,7 +180,8 @@ def _flat(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [layers, rows, window] and [layers, rows, K]: query rows as entries of a batch."""
     point = inputs.point
     windows = torch.stack([inputs.own_windows(layer) for layer in range(inputs.layers)])
-    return windows.view(inputs.layers, point.rows, point.window), inputs.selected.view(inputs.layers, point.rows, point.topk)
+    selected = inputs.selected.expand(-1, -1, point.queries, -1).reshape(inputs.layers, point.rows, point.topk)
+    return windows.view(inputs.layers, point.rows, point.window), selected
 
 
 def _padded(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,8 +23,9 @@ class Point:
         topk: selected rows of each query row, K.
         heads: query heads, H.
         queries: query rows of a request, Sq: 1 for decode; more are the rows of a chain that is verified, each with a window that
-            ends one position later and with rows of its own selected.
+            ends one position later.
         window: rows of each query row's window.
+        shared: all rows of a request select the same rows; otherwise each has rows of its own.
     """
 
     batch: int
@@ -32,16 +33,22 @@ class Point:
     heads: int = 64
     queries: int = 1
     window: int = WINDOW
+    shared: bool = False
 
     @property
     def name(self) -> str:
         """Tells this point from every other; results are found by it."""
-        return f"B {self.batch} K {self.topk} H {self.heads} Sq {self.queries}"
+        return f"B {self.batch} K {self.topk} H {self.heads} Sq {self.queries}" + " one list" * self.shared
 
     @property
     def rows(self) -> int:
         """Query rows of all requests."""
         return self.batch * self.queries
+
+    @property
+    def lists(self) -> int:
+        """Lists of selected rows of all requests."""
+        return self.batch if self.shared else self.rows
 
     @property
     def keys(self) -> int:
@@ -60,7 +67,7 @@ class Point:
 
     @property
     def cache_bytes(self) -> int:
-        return self.window_rows * SWA_BYTES + self.rows * self.topk * MAIN_BYTES
+        return self.window_rows * SWA_BYTES + self.lists * self.topk * MAIN_BYTES
 
     @property
     def flops(self) -> int:
@@ -85,8 +92,18 @@ def heads() -> Iterator[Point]:
 
 
 def verify() -> Iterator[Point]:
-    """Rows of draft tokens: of one device of several, whose 16 heads leave room in a tile, and of one that has all 64."""
-    yield from _of(QUERIES[1:], (16, 64))
+    """Rows of draft tokens: of one device of several, whose 16 heads leave room in a tile, and of one that has all 64.
+
+    First few requests, with one row beside six, which is what sharing a tile is for; then 64 heads; then what is between.
+    """
+    few = [point for point in headline() if point.batch <= 8]
+    every = list(headline())
+    for points, queries, count in ((few, (1, 6), 16), (every, (6,), 64), (every, (6, 4), 16), (every, (4,), 64)):
+        for rows in queries:
+            for point in points:
+                yield Point(point.batch, point.topk, count, rows)
+                if rows > 1 and point.topk:
+                    yield Point(point.batch, point.topk, count, rows, shared=True)
 
 
 def rest() -> Iterator[Point]:
@@ -107,6 +124,7 @@ def tiny() -> Iterator[Point]:
     """Every kind of call, small enough for Triton's interpreter."""
     yield Point(2, 32, 16, 1, 16)
     yield Point(1, 0, 64, 1, 32)
+    yield Point(1, 16, 8, 3, 16, shared=True)
     yield Point(1, 16, 8, 3, 16)
 
 
@@ -124,7 +142,7 @@ def layers(point: Point, main_rows: int = MAIN_ROWS, swa_rows: int = SWA_ROWS) -
     """
     found = min(MOST_LAYERS, swa_rows // point.window_rows)
     if point.topk:
-        found = min(found, main_rows // (point.rows * point.topk))
+        found = min(found, main_rows // (point.lists * point.topk))
     if found < 2:
         raise ValueError(f"pools of {main_rows} and {swa_rows} rows are too small for {point.name}")
     return found

@@ -41,7 +41,7 @@ class Inputs:
     Attributes:
         q: bf16 [B, Sq, H, 512]; sink: FP32 [H].
         windows: int32 [layers, B, window + Sq - 1], the slots of consecutive positions; row i's window begins at i.
-        selected: int32 [layers, B, Sq, K].
+        selected: int32 [layers, B, Sq, K], or [layers, B, 1, K] where the rows of a request share a list.
     """
 
     point: Point
@@ -63,7 +63,7 @@ class Inputs:
         """FP64 [window + K, 512]: the keys of one query row, as the bytes of either kind mean them."""
         batch, query = divmod(row, self.point.queries)
         window = self.windows[layer, batch, query : query + self.point.window]
-        chosen = self.selected[layer, batch, query]
+        chosen = self.selected[layer, batch, 0 if self.point.shared else query]
         if v4_bytes:
             return torch.cat([v4.read(self.pool.v4_swa, window), v4.read(self.pool.v4_main, chosen)])
         found = [decode_rows(self.pool.swa, window, "swa_mxfp8", PAGE_ROWS)]
@@ -107,4 +107,5 @@ def inputs_over(pool: Pool, point: Point) -> Inputs:
     q = torch.randn(point.batch, point.queries, point.heads, DIM, generator=g, device=pool.device).to(torch.bfloat16)
     sink = torch.randn(point.heads, generator=g, device=pool.device)
     windows = drawn(swa_rows, count, point.batch, point.window + point.queries - 1)
-    return Inputs(point, pool, q, sink, windows, drawn(main_rows, count, point.batch, point.queries, point.topk))
+    selected = drawn(main_rows, count, point.batch, 1 if point.shared else point.queries, point.topk)
+    return Inputs(point, pool, q, sink, windows, selected)

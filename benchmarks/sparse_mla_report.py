@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -79,6 +79,25 @@ def cells(row: dict[str, Any], state: State) -> list[str]:
     return [*found, number(times_faster(row, state), 2)]
 
 
+#: Of rows that are verified: what one call for all of them gains, and what more than one row costs.
+CHAIN_COLUMNS = ("point", "ours", "rows apart / ours", "flashmla / ours", "ours / ours of one row")
+
+
+def chains(results: dict[str, Any], state: State) -> list[list[str]]:
+    """A row for each point of several query rows that was timed; a list for each row and one for all are two points."""
+    rows = {Point(**row["point"]): row for row in results["points"]}
+    lines = []
+    for point, row in rows.items():
+        ours = us(row, OURS, state)
+        if point.queries == 1 or ours is None:
+            continue
+        apart, one = us(row, "rows apart", state), rows.get(replace(point, queries=1, shared=False))
+        single = None if one is None else us(one, OURS, state)
+        ratios = [apart and apart / ours, times_faster(row, state), single and ours / single]
+        lines.append([point.name, number(ours), *(number(ratio, 2) for ratio in ratios)])
+    return lines
+
+
 def judge(results: dict[str, Any]) -> list[list[str]]:
     """Each aim: what, its limit, and for both states how often it was met and where not."""
     lines = []
@@ -106,6 +125,11 @@ def show(results: dict[str, Any], console: Console | None = None, *, markdown: b
         for row in results["points"]:
             table.add_row(*cells(row, state))  # type: ignore[arg-type]
         console.print(table)
+        if lines := chains(results, state):  # type: ignore[arg-type]
+            table = Table(*CHAIN_COLUMNS, title=f"microseconds of several query rows a request, {title}", box=style)
+            for line in lines:
+                table.add_row(*line)
+            console.print(table)
     if results["ceilings"] is not None:
         table = Table("aim", "limit", *get_args(State), box=style)
         for line in judge(results):

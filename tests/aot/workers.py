@@ -99,6 +99,23 @@ def decoding_packed(arch: str) -> tuple[str, int]:
     return binary.asm["ptx"], binary.metadata.tmem_size
 
 
+def hopper(batch: int) -> tuple[str, str, dict[str, str]]:
+    """Assembly of sparse MLA decode with specialised warps, which of its shared memory is the compiler's own, and `handovers`."""
+    from tests.interpreter.launched import compiled_of
+
+    launch = next(launches_of("sm_90", (batch, 1, 64, 512, "swa_mxfp8", False, False, "block_split"), "exact"))[1]
+    binary = _binary(launch, "sm_90", packed=False)
+    return binary.asm["ptx"], str(compiled_of(binary, launch.options["num_warps"])), handovers()
+
+
+def handovers() -> dict[str, str]:
+    """Assembly of each of `tests.interpreter.handovers`."""
+    from tests.interpreter.handovers import CASES, LENGTH, launch_of
+
+    out = meta(4, LENGTH, dtype=torch.float32)
+    return {name: _binary(launch_of(name, out), "sm_90", packed=False).asm["ptx"] for name in CASES}
+
+
 def conversions_behind_the_packed_one(arch: str) -> tuple[str, str]:
     """What `conversion_of` says when this process has just compiled the packed multiply, and when it asks Triton's ptxas anew."""
     from triton.backends.nvidia.compiler import get_ptxas_version

@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 
 def test_every_size_is_measured_once_and_the_headline_first() -> None:
     chosen = sparse_mla.select(list(sparse_mla.Selection), quick=False)
-    assert len(chosen) == len(set(chosen)) == 5 * 3 * 3 * 3
+    apart, shared = [p for p in chosen if not p.shared], [p for p in chosen if p.shared]
+    assert len(apart) == len(set(apart)) == 5 * 3 * 3 * 3
+    # One list for a request's rows: of 16 and 64 heads, where a row selects any.
+    assert len(shared) == len(set(shared)) == 5 * 2 * 2 * 2 and all(p.queries > 1 and p.topk for p in shared)
+    assert len({p.name for p in chosen}) == len(chosen)
     assert {(p.batch, p.topk) for p in chosen[:15]} == {(b, k) for b in (1, 8, 32, 64, 128) for k in (0, 128, 512)}
     assert {(p.heads, p.queries) for p in chosen[:15]} == {(64, 1)}
     assert {(p.heads, p.queries) for p in chosen} == {(h, s) for h in (16, 64, 128) for s in (1, 4, 6)}
@@ -29,9 +33,20 @@ def test_every_size_is_measured_once_and_the_headline_first() -> None:
     for point in chosen:
         count = layers(point)
         assert count >= 2 and count * point.window_rows <= SWA_ROWS
-        assert count * point.rows * point.topk <= MAIN_ROWS
+        assert count * point.lists * point.topk <= MAIN_ROWS
     with pytest.raises(ValueError, match="too small for B 64"):
         layers(Point(64, 512), 1 << 15, SWA_ROWS)
+
+
+def test_what_verify_is_for_is_measured_first() -> None:
+    found = sparse_mla.select([sparse_mla.Selection.VERIFY], quick=False)
+    first = [(p.heads, p.queries) for p in found[:16]]
+    assert first == [(16, 1)] * 6 + [(16, 6)] * 10 and max(p.batch for p in found[:16]) == 8
+    assert {(p.heads, p.queries) for p in found[16:41]} == {(64, 6)}
+    assert {p for p in found if p.queries > 1} == {
+        Point(b, k, h, s, shared=one)
+        for b in (1, 8, 32, 64, 128) for k in (0, 128, 512) for h in (16, 64) for s in (4, 6) for one in (False, k > 0)
+    }  # fmt: skip
 
 
 def test_bytes_and_flops() -> None:
@@ -42,6 +57,7 @@ def test_bytes_and_flops() -> None:
     assert point.flops / 790e6 == pytest.approx(13.6, abs=0.05)
     # Rows of a chain share their window, and not what they select.
     assert Point(1, 512, 16, 6).cache_bytes == 133 * 528 + 6 * 512 * 288
+    assert Point(1, 512, 16, 6, shared=True).cache_bytes == 133 * 528 + 512 * 288
 
 
 def test_rows_of_584_bytes_are_those_of_sglang() -> None:
@@ -121,6 +137,21 @@ def test_verdicts() -> None:
     first, *_, failed = (sparse_mla_report.cells(row, "warm") for row in RESULTS["points"])
     assert first == ["B 1 K 512 H 64 Sq 1", "2.0", "7.5", "", "0.27", "", "12.0", "", "", "", "1.60"]
     assert failed[1] == "RuntimeError: gone" and len(failed) == len(sparse_mla_report.COLUMNS)
+
+
+def test_several_rows_are_told_beside_one() -> None:
+    points = [Point(8, 512, 16), Point(8, 512, 16, 6), Point(8, 512, 16, 6, shared=True), Point(1, 512, 64, 4)]
+    times = [
+        {"specverify": 8.0},
+        {"specverify": 24.0, "flashmla": 36.0},
+        {"specverify": 10.0, "rows_apart": 25.0},
+        {"flashmla": 9.0},
+    ]
+    found = {"points": [measured(point, **time) for point, time in zip(points, times, strict=True)]}
+    assert sparse_mla_report.chains(found, "warm") == [
+        ["B 8 K 512 H 16 Sq 6", "24.0", "", "1.50", "3.00"],
+        ["B 8 K 512 H 16 Sq 6 one list", "10.0", "2.50", "", "1.25"],
+    ]  # fmt: skip
 
 
 def test_the_table_of_a_page() -> None:

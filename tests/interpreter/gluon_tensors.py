@@ -199,6 +199,7 @@ class Layout:
 
 _LAYOUTS = (
     "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
+    "SharedLinearLayout",
 )  # fmt: skip
 
 #: `gluon.language` without what belongs to a program.

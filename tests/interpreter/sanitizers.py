@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from . import hazards
+
 #: The operations of the sweep, as its calls' names begin or hold them.
 OPERATIONS = (
     "fused,", "fused_split,", "specialized,", "specialized_split,", "deterministic,", "prepare_step,", "tree_suffix_merge,",
@@ -35,13 +37,17 @@ OPERATIONS = (
 #: Checker, its options, which calls of the sweep, and its share of what is left of the time.
 RUNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], float], ...] = (
     ("none", (), ("--cases", "1"), 0.35),
-    ("racecheck", ("--racecheck-report", "all"), ("--cases", "1", "--skip", "specialized"), 0.5),
+    ("racecheck", hazards.OPTIONS, ("--cases", "1", "--skip", "specialized"), 0.5),
     ("memcheck", (), ("--cases", "1", "--skip", "specialized"), 0.35),
     ("initcheck", (), ("--cases", "1", "--skip", "specialized"), 0.35),
     ("memcheck", (), ("--cases", "1", "--only", "specialized"), 0.35),
-    ("racecheck", ("--racecheck-report", "all"), ("--cases", "1", "--only", "specialized"), 0.5),
+    ("racecheck", hazards.OPTIONS, ("--cases", "1", "--only", "specialized_sparse"), 0.4),
+    ("racecheck", hazards.OPTIONS, ("--cases", "1", "--only", "specialized", "--skip", "specialized_sparse"), 0.5),
     ("initcheck", (), ("--cases", "1", "--only", "specialized"), 1.0),
 )
+
+#: Hazards of a run that are printed as they come, of thousands.
+SHOWN = 20
 
 #: What a checker says where it cannot work at all.
 _REFUSED = re.compile(
@@ -75,7 +81,10 @@ def version_of(tool: str) -> str:
 
 
 def read(output: str) -> dict[str, Any]:
-    """Calls of the sweep, and the reports of a checker by their kind, numbers and addresses left out."""
+    """Calls of the sweep, and the reports of a checker by their kind, numbers and addresses left out.
+
+    Hazards of racecheck are told apart by kernel, accesses and place; those that `hazards` excuses are no reports.
+    """
     kinds: Counter[str] = Counter()
     calls, summary = 0, None
     wrong: list[str] = []
@@ -85,16 +94,27 @@ def read(output: str) -> dict[str, Any]:
             wrong += [line[:300]] if match[1] == "WRONG" else []
         elif match := _SUMMARY.match(line):
             summary = int(match[1])
-        elif match := _REPORT.match(line):
+        elif not hazards.is_hazard(line) and (match := _REPORT.match(line)):
             kinds[re.sub(r"0x[0-9a-fA-F]+|\d+", "#", match[1]).strip()[:160]] += 1
     host = {kind: count for kind, count in kinds.items() if kind.startswith(_HOST)}
     reports = {kind: count for kind, count in kinds.items() if kind not in host}
-    return {"calls": calls, "wrong": wrong, "reports": reports, "host_calls": host, "summary_errors": summary}
+    races, unseen = hazards.read(output)
+    reports |= {_name(race): race["count"] for race in races if not race["excused"]}
+    if unseen:
+        reports["hazards that the tool counted and did not print"] = unseen
+    return {
+        "calls": calls, "wrong": wrong, "reports": reports, "host_calls": host, "summary_errors": summary, "hazards": races,
+    }  # fmt: skip
+
+
+def _name(race: dict[str, Any]) -> str:
+    return f"{race['kernel']}: {race['kind']}, {race['accesses']}; {race['at']}"
 
 
 def command_of(tool: str | None, checker: str, options: tuple[str, ...], sweep: tuple[str, ...]) -> list[str]:
     """What is run: the sweep, under a checker."""
-    under = [] if checker == "none" else [str(tool), "--tool", checker, "--print-limit", "200", *options]
+    limit = () if "--print-limit" in options else ("--print-limit", "200")
+    under = [] if checker == "none" else [str(tool), "--tool", checker, *limit, *options]
     return [*under, sys.executable, "-m", "tests.interpreter.sweep", *sweep]
 
 
@@ -106,6 +126,7 @@ def run(command: list[str], seconds: float) -> tuple[str, int | None]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True, env=env
     )
     lines: list[str] = []
+    shown = 0
     out_of_time = threading.Event()
 
     def stop() -> None:
@@ -119,7 +140,8 @@ def run(command: list[str], seconds: float) -> tuple[str, int | None]:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if _CALL.match(line) or _REPORT.match(line) or _SUMMARY.match(line):
+            shown += hazards.is_hazard(line)
+            if _CALL.match(line) or _SUMMARY.match(line) or (_REPORT.match(line) and shown <= SHOWN):
                 print("   ", line.rstrip()[:160], flush=True)
         process.wait()
     finally:

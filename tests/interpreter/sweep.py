@@ -3,9 +3,10 @@
     compute-sanitizer --tool memcheck python -m tests.interpreter.sweep --minutes 3
     compute-sanitizer --tool racecheck python -m tests.interpreter.sweep --cases 1 --skip specialized
 
-Prints a line for each call and exits with 1 if one was wrong. `--only WORD` takes the calls whose name has the word, `--skip
-WORD` those that do not, and `--cases N` so many of each kernel and kind of mask. What is expected is computed and compared on
-the CPU: a checker slows down every kernel of a reference on the device. Compiled kernels are kept: run it once without a checker.
+Prints for each call the kernels that it launched, which reports of a checker are held to, and a line of its own, and exits with
+1 if one was wrong. `--only WORD` takes the calls whose name has the word, `--skip WORD` those that do not, and `--cases N` so
+many of each kernel and kind of mask. What is expected is computed and compared on the CPU: a checker slows down every kernel of
+a reference on the device. Compiled kernels are kept: run it once without a checker.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from tests.interpreter.environment import prepare
+from tests.interpreter.launched import noting
 
 CACHES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 KINDS = ("chain", "qlen_only", "full_mask", "ragged", "branches")
@@ -218,12 +220,14 @@ def main() -> int:
             break
         done += 1
         at = time.monotonic()
-        try:
-            one.run()
-            print(f"ok    {one.name} ({time.monotonic() - at:.1f} s)", flush=True)
-        except Exception as error:
-            wrong += 1
-            print(f"WRONG {one.name}: {error}", flush=True)
+        with noting() as launched:
+            try:
+                one.run()
+                outcome = f"ok    {one.name} ({time.monotonic() - at:.1f} s)"
+            except Exception as error:
+                wrong += 1
+                outcome = f"WRONG {one.name}: {error}"
+        print(*sorted(launched), outcome, sep="\n", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
     print(f"{done} calls of {len(chosen)}, {wrong} wrong")

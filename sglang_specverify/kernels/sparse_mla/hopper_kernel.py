@@ -44,7 +44,10 @@ def hopper_kernel(
     k_right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HALF], half_k)
     p_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, KEYS], shared_p)
     alpha_ring = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
-    bias_ring = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], flat)
+    # Pairs of keys side by side, as the lead reads them, and no four: those the compiler would write with `stmatrix`, of which it
+    # is not known whether memory checkers see it.
+    pairs: gl.constexpr = gl.SharedLinearLayout([[1], [4], [2], [8], [16]] + ([[32]] if KEYS == 64 else []))
+    bias_ring = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], pairs)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,0 +1,108 @@
+"""The launches of a call by the fused kernel: the kernel itself, and the one that combines parts where its plan says so."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
+from sglang_specverify.kernels.fused import Split, fused_launch, scale_mode, scale_of, strides_of
+from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
+from sglang_specverify.kernels.plan import Plan, Shape, padded
+
+#: Columns of a program, and elements of a warp: four of 32 lanes, so that a lane reads 16 bytes of each part.
+_COLUMNS, _ELEMENTS = 128, 128
+
+
+def fused_launches(
+    a: VerifyArguments | DraftArguments,
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: LaunchConfig,
+    arch: str,
+    *,
+    plan: Plan | None = None,
+    split: Split | None = None,
+    merge: bool = False,
+) -> list[Launch]:
+    """What `fused_launch` says, and behind it a second launch where the plan's parts are combined by one.
+
+    How many there are depends on the plan's configuration and on no length, so that a captured graph has them all.
+    """
+    first = fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)
+    if split is None or not split.plan.combined_by_launch:
+        return [first]
+    return [first, combine_launch(a, problem, out, lse, arch, split)]
+
+
+def combine_launch(
+    a: VerifyArguments | DraftArguments,
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    arch: str,
+    split: Split,
+) -> Launch:
+    """The launch that combines the parts of the divided prefixes of a checked call; it goes directly behind `fused_launch`.
+
+    On NVIDIA from SM90 on it may start while the first launch runs, and waits for its end before it reads a part. Only this
+    launch has that attribute: the first one reads Q, K and V that other kernels of the step write, and starts when these have ended.
+    """
+    from sglang_specverify.kernels.fused_combine_kernel import combine_parts_kernel
+
+    shape, early = split.plan.shape, has_dependent_launch(arch)
+    block_m, block_dv = shape.config.block_m, padded(problem.v_head_dim)
+    rows, columns, warps = combine_block(shape, 1 if shape.deterministic else problem.batch)
+    ragged = problem.ragged and isinstance(a, VerifyArguments)
+    v_scale, v_factor = scale_of(a.v_scale)
+    strides = strides_of(a, out, lse)
+    return Launch(
+        kernel=combine_parts_kernel,
+        grid=(-(-shape.rows // rows) * (block_dv // columns), problem.kv_heads, problem.batch),
+        arguments={
+            "plan": split.plan.buffer,
+            "partial_out": split.partial_out,
+            "partial_lse": split.partial_lse,
+            "q_offsets": a.q_offsets if ragged and isinstance(a, VerifyArguments) else None,
+            "sinks": a.sinks,
+            "v_scale": v_scale,
+            "out": out,
+            "lse": lse,
+            "queries": problem.queries or 1,
+            "tiles": shape.row_tiles,
+            "out_scale": v_factor,
+            **{name: strides[name] for name in ("out_row", "out_head", "lse_row", "lse_head")},
+            "parts_at": split.plan.counters_at,
+        },
+        constants={
+            "RAGGED": ragged,
+            "GROUP": problem.group,
+            "DV": problem.v_head_dim,
+            "HAS_SINKS": a.sinks is not None,
+            "HAS_LSE": lse is not None,
+            "V_SCALE": scale_mode(v_scale),
+            "PDL": early,
+            "BLOCK_M": block_m,
+            "BLOCK_DV": block_dv,
+            "ROWS": rows,
+            "COLUMNS": columns,
+        },
+        options={"num_warps": max(1, warps // 2) if arch.startswith("gfx") else warps, "num_stages": 1}
+        | ({"launch_pdl": True} if early else {}),
+    )
+
+
+def combine_block(shape: Shape, batch: int) -> tuple[int, int, int]:
+    """(rows, columns, warps of 32 lanes) of a combining program: as many as leave a program for each that runs at once.
+
+    Args:
+        batch: requests; 1 where the call's result may not depend on them.
+    """
+    width = padded(shape.v_head_dim)
+    columns = min(width, _COLUMNS)
+    for warps in (4, 2, 1):
+        rows = min(16, _ELEMENTS * warps // columns)
+        programs = -(-shape.rows // rows) * (width // columns) * shape.kv_heads * batch
+        if programs >= shape.programs:
+            break
+    return rows, columns, warps

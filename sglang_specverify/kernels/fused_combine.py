@@ -7,10 +7,10 @@ import torch
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
 from sglang_specverify.kernels.fused import Split, fused_launch, scale_mode, scale_of, strides_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
-from sglang_specverify.kernels.plan import Plan, Shape, padded
+from sglang_specverify.kernels.plan import Plan, padded
 
-#: Columns of a program, and elements of a warp: four of 32 lanes, so that a lane reads 16 bytes of each part.
-_COLUMNS, _ELEMENTS = 128, 128
+#: Columns of a program, which has one warp: of 32 lanes, so that each reads 16 bytes of a part.
+_COLUMNS = 128
 
 
 def fused_launches(
@@ -46,19 +46,20 @@ def combine_launch(
     """The launch that combines the parts of the divided prefixes of a checked call; it goes directly behind `fused_launch`.
 
     On NVIDIA from SM90 on it may start while the first launch runs, and waits for its end before it reads a part. Only this
-    launch has that attribute: the first one reads Q, K and V that other kernels of the step write, and starts when these have ended.
+    launch has that attribute: the first one reads Q, K and V that other kernels of the step write, and starts when they have
+    ended.
     """
     from sglang_specverify.kernels.fused_combine_kernel import combine_parts_kernel
 
     shape, early = split.plan.shape, has_dependent_launch(arch)
     block_m, block_dv = shape.config.block_m, padded(problem.v_head_dim)
-    rows, columns, warps = combine_block(shape, 1 if shape.deterministic else problem.batch)
+    columns = min(block_dv, _COLUMNS)
     ragged = problem.ragged and isinstance(a, VerifyArguments)
     v_scale, v_factor = scale_of(a.v_scale)
     strides = strides_of(a, out, lse)
     return Launch(
         kernel=combine_parts_kernel,
-        grid=(-(-shape.rows // rows) * (block_dv // columns), problem.kv_heads, problem.batch),
+        grid=(shape.rows * (block_dv // columns), problem.kv_heads, problem.batch),
         arguments={
             "plan": split.plan.buffer,
             "partial_out": split.partial_out,
@@ -84,25 +85,7 @@ def combine_launch(
             "PDL": early,
             "BLOCK_M": block_m,
             "BLOCK_DV": block_dv,
-            "ROWS": rows,
             "COLUMNS": columns,
         },
-        options={"num_warps": max(1, warps // 2) if arch.startswith("gfx") else warps, "num_stages": 1}
-        | ({"launch_pdl": True} if early else {}),
+        options={"num_warps": 1, "num_stages": 1} | ({"launch_pdl": True} if early else {}),
     )
-
-
-def combine_block(shape: Shape, batch: int) -> tuple[int, int, int]:
-    """(rows, columns, warps of 32 lanes) of a combining program: as many as leave a program for each that runs at once.
-
-    Args:
-        batch: requests; 1 where the call's result may not depend on them.
-    """
-    width = padded(shape.v_head_dim)
-    columns = min(width, _COLUMNS)
-    for warps in (4, 2, 1):
-        rows = min(16, _ELEMENTS * warps // columns)
-        programs = -(-shape.rows // rows) * (width // columns) * shape.kv_heads * batch
-        if programs >= shape.programs:
-            break
-    return rows, columns, warps

@@ -67,94 +67,86 @@ def combine_parts_kernel(
     plan, partial_out, partial_lse, q_offsets, sinks, v_scale, out, lse,
     queries, tiles, out_scale, out_row, out_head, lse_row, lse_head, parts_at,
     RAGGED: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    V_SCALE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    V_SCALE: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS packed rows and COLUMNS columns of one KV head of one request, over all parts of its prefix.
+    """One program: a packed row of one KV head of one request, COLUMNS of its columns, over all parts of its prefix.
 
-    Arguments are those of `verify_attention_kernel`; `tiles`: row tiles of BLOCK_M, which ROWS divides. `parts_at`: where the
-    plan has a request's first partial tile and number of parts. A request of one part has its result already.
+    One row, so that its LSEs are scalars, which a thread reads once each, and not a column of a tile, which it reads for each
+    of its elements. Arguments are those of `verify_attention_kernel`; `tiles`: row tiles of BLOCK_M. `parts_at`: where the plan
+    has a request's first partial tile and number of parts. A request of one part has its result already.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     COLUMN_BLOCKS: tl.constexpr = BLOCK_DV // COLUMNS
-    block = tl.program_id(0) // COLUMN_BLOCKS
+    packed = tl.program_id(0) // COLUMN_BLOCKS
     column_block = tl.program_id(0) % COLUMN_BLOCKS
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     request = tl.program_id(2)
-    # All that launches before the first one wrote: the plan, lengths, scales.
+    # Up to the wait, what launches before the first one wrote: the plan, lengths, sinks, scales.
     words = plan + parts_at + 2 * request
     partial = tl.load(words)
     num_splits = tl.load(words + 1)
+    i = packed // GROUP
+    q_head = head * GROUP + packed % GROUP
     if RAGGED:
         first_row = tl.load(q_offsets + request).to(tl.int64)
-        count = tl.load(q_offsets + request + 1) - first_row.to(tl.int32)
+        is_row = i < tl.load(q_offsets + request + 1) - first_row.to(tl.int32)
     else:
         first_row = request.to(tl.int64) * queries
-        count = queries
-    packed = block * ROWS + tl.arange(0, ROWS)
-    i = packed // GROUP
-    q_heads = head * GROUP + packed % GROUP
-    is_row = i < count
-    rows = first_row + i
+        is_row = i < queries
     if V_SCALE == 1:
         out_scale *= tl.load(v_scale).to(tl.float32)
     elif V_SCALE == 2:
         out_scale *= tl.load(v_scale + head).to(tl.float32)
     if HAS_SINKS:
-        sink = tl.load(sinks + q_heads, mask=is_row, other=float("-inf")).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks + q_head).to(tl.float32) * LOG2_E
     if PDL:
         # Until the first launch has ended and its memory is visible. Also those wait that have nothing to do: were they all to
         # leave, this grid would be done before the first one, and whoever comes next waits for this one only.
         gdc_wait()
     if num_splits <= 1:
         return
-    if block * ROWS >= count * GROUP:
+    if not is_row:
         return
 
     dv = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    tile = block * ROWS // BLOCK_M
-    lane = (block * ROWS % BLOCK_M + tl.arange(0, ROWS))[:, None]
-    is_lane = (packed < count * GROUP)[:, None]
-    at = (partial * heads + head).to(tl.int64) * tiles + tile
-    lse_at = partial_lse + at * BLOCK_M + lane
-    out_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane * BLOCK_DV + dv[None, :]
-    peak = tl.full([ROWS, 1], float("-inf"), tl.float32)
-    weights = tl.zeros([ROWS, 1], tl.float32)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    at = ((partial * heads + head).to(tl.int64) * tiles + packed // BLOCK_M) * BLOCK_M + packed % BLOCK_M
+    lse_at = partial_lse + at
+    out_at = partial_out + at * BLOCK_DV + dv
+    peak = tl.full((), float("-inf"), tl.float32)
+    weights = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
     # Sixteen parts are on their way before the first is used; the loop carries them, or the compiler would move most loads down
     # to what uses them. In 32 bits: a request has 2 (programs / (heads tiles) + 1) parts at the most, or of 512 rows in all.
     stride = heads * tiles
-    a = read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    b = read_four(lse_at, out_at, 4, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    c = read_four(lse_at, out_at, 8, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    d = read_four(lse_at, out_at, 12, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+    a = read_four(lse_at, out_at, 0, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
+    b = read_four(lse_at, out_at, 4, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
+    c = read_four(lse_at, out_at, 8, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
+    d = read_four(lse_at, out_at, 12, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
     for following in tl.range(16, num_splits + 16, 16):
         peak, weights, acc = add_four(peak, weights, acc, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
         peak, weights, acc = add_four(peak, weights, acc, b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7])
         peak, weights, acc = add_four(peak, weights, acc, c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
         peak, weights, acc = add_four(peak, weights, acc, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7])
-        a = read_four(lse_at, out_at, following, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-        b = read_four(lse_at, out_at, following + 4, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-        c = read_four(lse_at, out_at, following + 8, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-        d = read_four(lse_at, out_at, following + 12, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    m = tl.max(peak, 1)
-    total = tl.sum(weights, 1)
+        a = read_four(lse_at, out_at, following, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
+        b = read_four(lse_at, out_at, following + 4, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
+        c = read_four(lse_at, out_at, following + 8, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
+        d = read_four(lse_at, out_at, following + 12, num_splits, is_row, stride, BLOCK_M, BLOCK_DV)
 
-    empty = total <= 0.0
-    norm = tl.where(empty, 1.0, total)
+    row = first_row + i
+    empty = weights <= 0.0
+    norm = tl.where(empty, 1.0, weights)
     if HAS_LSE:
-        place = lse + rows * lse_row + q_heads.to(tl.int64) * lse_head
-        value = tl.where(empty, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453)
-        tl.store(place, value, mask=is_row & (column_block == 0))
-    factor = tl.full([ROWS], 1.0, tl.float32) * out_scale
+        value = tl.where(empty, float("-inf"), (peak + tl.log2(norm)) * 0.6931471805599453)
+        tl.store(lse + row * lse_row + q_head.to(tl.int64) * lse_head, value, mask=column_block == 0)
+    factor = out_scale
     if HAS_SINKS:
-        alpha, sunk = with_sink(m, total, sink)
+        alpha, sunk = with_sink(peak, weights, sink)
         factor *= alpha
         norm = tl.where(empty, 1.0, sunk)
-    result = acc * (tl.where(empty, 0.0, factor) / norm)[:, None]
-    is_out = is_row[:, None]
-    if DV != BLOCK_DV:
-        is_out = is_out & (dv < DV)[None, :]
-    place = out + rows[:, None] * out_row + q_heads[:, None].to(tl.int64) * out_head + dv[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=is_out)
+    result = acc * (tl.where(empty, 0.0, factor) / norm)
+    place = out + row * out_row + q_head.to(tl.int64) * out_head + dv
+    if DV == BLOCK_DV:
+        tl.store(place, result.to(out.dtype.element_ty))
+    else:
+        tl.store(place, result.to(out.dtype.element_ty), mask=dv < DV)

@@ -34,10 +34,12 @@ class Auxiliary:
 
 
 def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
-    """Every auxiliary kernel on `arch`; with `short` one launch each, and the gather suffix once for each head dim."""
-    for build in (_plans, _combinations, _snapshots, _page_tables, _steps, _merges, _compactions):
+    """Every auxiliary kernel on `arch`; with `short` one launch each, no combination, and the gather suffix once a head dim."""
+    for build in (_plans, _snapshots, _page_tables, _steps, _merges, _compactions):
         made = list(build(arch))
         yield from made[:1] if short else made
+    if not short:
+        yield from combinations(arch)
     for number, kind in enumerate(FORMATS.values()):
         made = list(_quantizations(arch, kind))
         yield from made[number % 2 :: len(made)] if short else made
@@ -64,8 +66,8 @@ def _plans(arch: str) -> Iterator[Auxiliary]:
         yield Auxiliary(name, plan_launch(meta(batch, dtype=torch.int32), meta(batch, dtype=torch.int32), plan, masks))
 
 
-def _combinations(arch: str) -> Iterator[Auxiliary]:
-    """Parts combined by a launch of their own; of one request few rows are a program's, of many more."""
+def combinations(arch: str) -> Iterator[Auxiliary]:
+    """Parts of the fused kernel combined by a launch of their own."""
     for dims, rows, batch, feature in (
         ((80, 80), 64, 1, "window_sinks"),
         ((128, 128), 16, 1, "plain"),

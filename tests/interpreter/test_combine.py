@@ -27,11 +27,14 @@ BASE = Config(
 
 #: Pairs of what an output, a row or a factor may be; every kind of mask once.
 CASES: dict[str, tuple[Config, dict[str, Any], dict[str, Any]]] = {
-    "chain, wide values": (BASE.but(v_head_dim=192), {}, {"strided": True, "lse_layout": "heads"}),
+    "chain, wide values": (BASE.but(v_head_dim=192), {"v_scale": 0.3}, {"strided": True, "lse_layout": "heads"}),
     "tree, window": (BASE.but(kind="qlen_only", window=17, v_head_dim=24), {}, {"lse_layout": "column"}),
     "ragged": (BASE.but(kind="full_mask", widths=(1, 3), sinks=False), {}, {"out_dtype": torch.float32}),
-    "branches, two tiles": (BASE.but(kind="branches", q_heads=4), {"v_scale": 0.3}, {"strided": True}),
-    "scales": (BASE, {"k_scale": torch.tensor([-0.5]), "v_scale": torch.tensor([2.0])}, {}),
+    "branches, two tiles": (
+        BASE.but(kind="branches", q_heads=4),
+        {"k_scale": torch.tensor([-0.5]), "v_scale": torch.tensor([2.0])},
+        {"strided": True},
+    ),
     "a scale a head": (BASE.but(q_heads=4, kv_heads=2), {"v_scale": torch.tensor([0.5, -3.0])}, {}),
 }
 
@@ -68,15 +71,15 @@ def test_as_the_last_program_does(device: str, name: str) -> None:
 
 
 def test_more_parts_than_are_read_at_once(device: str) -> None:
-    """16 at once: as many, one more, and twice as many and one, some of them empty; in any order of arrival."""
-    lens = (40, 270, 70)
+    """16 at once: one more, and twice as many and one, some of them empty; in another order of arrival."""
+    lens = (270, 70)
     a = build(BASE.but(prefix_lens=lens, widths=1, q_heads=1), device)
-    parts = [even(n, count, block_n(a)) for n, count in zip(lens, (16, 17, 33), strict=True)]
+    parts = [even(n, count, block_n(a)) for n, count in zip(lens, (17, 33), strict=True)]
     expected = expect(a, splits=33)
     plan = divided(a, parts)
     want = call(a, variant="fused_split", plan=plan, workspace=poisoned(plan))
     compare(a, *want, expected=expected)
-    turned = divided(a, parts, order=list(reversed(range(66))), combine="launch")
+    turned = divided(a, parts, order=list(reversed(range(50))), combine="launch")
     got = call(a, variant="fused_split", plan=turned, workspace=poisoned(turned))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 

@@ -4,7 +4,8 @@ leave out a part of the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +16,31 @@ from benchmarks.inputs import Inputs
 from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.fused_combine import fused_launches
 from sglang_specverify.kernels.launch import Launch, arch_of
-from sglang_specverify.kernels.plan import ITEM_WORDS, Plan
+from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
 
 
 def planned(
-    made: Inputs, *, combine: str = "", early: bool = True, tamper: Callable[[Plan], None] | None = None, kernel: Any = None
+    made: Inputs,
+    *,
+    combine: str = "",
+    early: bool = True,
+    least: int | None = None,
+    tamper: Callable[[Plan], None] | None = None,
+    kernel: Any = None,
 ) -> Call:
     """Calls with a plan and scratch that were made before.
 
     Args:
         combine: who combines the parts, "last" or "launch"; as the tables say where empty.
         early: a second launch may start before the first one has ended, where the device can do that.
+        least: keys of the shortest part that is worth a program; what the planner thinks where None.
         tamper: done to the plan when it is filled.
         kernel: in place of the fused kernel; it gets those of its constants that it knows.
     """
-    plan: Plan = make_plan(made, "fused_split")
-    if combine and combine != plan.shape.config.combine:
-        plan = make_plan(made, "fused_split", replace(plan.shape.config, combine=combine))
+    with _shortest_part(least):
+        plan: Plan = make_plan(made, "fused_split")
+        if combine and combine != plan.shape.config.combine:
+            plan = make_plan(made, "fused_split", replace(plan.shape.config, combine=combine))
     arguments, problem = arguments_of(made)
     if tamper is not None:
         tamper(plan)
@@ -59,6 +68,16 @@ def planned(
         return out
 
     return call
+
+
+@contextmanager
+def _shortest_part(keys: int | None) -> Iterator[None]:
+    before = MIN_CHUNKS["fused"]
+    MIN_CHUNKS["fused"] = keys or before
+    try:
+        yield
+    finally:
+        MIN_CHUNKS["fused"] = before
 
 
 def _in_order(launch: Launch) -> Launch:
@@ -104,6 +123,9 @@ def _one_tile_without_drafts(plan: Plan) -> None:
     _one_tile(plan)
     _without_drafts(plan)
 
+
+#: The shortest parts that there can be.
+SHORTEST = ALIGN
 
 #: What is left out, by name.
 ABLATIONS: dict[str, Callable[[Plan], None]] = {

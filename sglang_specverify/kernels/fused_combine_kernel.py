@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_wait
 def read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
     """(LSE [BLOCK_M, 1], output [BLOCK_M, BLOCK_DV]) of a request's part; -inf and 0 where there is none.
 
-    `stride`: partial tiles from one part to the next. From the L2 cache: other multiprocessors wrote them.
+    Of one row: a scalar, and its columns. `stride`: partial tiles from one part to the next. From the L2 cache: other
+    multiprocessors wrote them.
     """
     there = is_lane & (part < num_splits)
     lse = tl.load(lse_at + part * stride * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -62,7 +63,7 @@ def with_sink(m, total, sink):
     return alpha, total * alpha + sunk
 
 
-@triton.jit(do_not_specialize=["queries", "parts_at"])
+@triton.jit(do_not_specialize=["queries", "tiles", "parts_at"])
 def combine_parts_kernel(
     plan, partial_out, partial_lse, q_offsets, sinks, v_scale, out, lse,
     queries, tiles, out_scale, out_row, out_head, lse_row, lse_head, parts_at,

@@ -160,3 +160,19 @@ def test_who_combines_is_checked(device: str) -> None:
 def test_early_launches_are_hopper_s_and_later() -> None:
     early = {arch: has_dependent_launch(arch) for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_107", "gfx942", "none")}
     assert [arch for arch, has in early.items() if has] == ["sm_90", "sm_100", "sm_107"]
+
+
+def test_a_request_alone_has_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In deterministic mode, its parts combined by a launch; and they are the last program's bits."""
+    monkeypatch.setattr("sglang_specverify.kernels.plan.DETERMINISTIC_CHUNK", 128)
+    a = build(BASE.but(prefix_lens=(130, 300), widths=1), device) | {"deterministic": True, "variant": "fused_split"}
+    second = {name: a[name][1:] for name in ("q", "row_ids", "prefix_lens")}
+    outs = []
+    for part, combine in (({}, "last"), ({}, "launch"), (second, "launch")):
+        one = a | part
+        plan = plan_for(one, divide=True, config=by(plan_for(one, divide=True), combine))
+        assert (plan.buffer[:8].tolist()[4]) == (3 if part else 2)
+        out, lse = call(one, plan=plan, workspace=poisoned(plan))
+        outs.append((out[-1], lse[-1]))
+    for out, lse in outs[1:]:
+        assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])

@@ -54,7 +54,7 @@ def combine_launch(
     shape, early = split.plan.shape, has_dependent_launch(arch)
     block_m, block_dv = shape.config.block_m, padded(problem.v_head_dim)
     columns = min(block_dv, _COLUMNS)
-    ragged = problem.ragged and isinstance(a, VerifyArguments)
+    q_offsets = a.q_offsets if isinstance(a, VerifyArguments) else None
     v_scale, v_factor = scale_of(a.v_scale)
     strides = strides_of(a, out, lse)
     return Launch(
@@ -64,7 +64,7 @@ def combine_launch(
             "plan": split.plan.buffer,
             "partial_out": split.partial_out,
             "partial_lse": split.partial_lse,
-            "q_offsets": a.q_offsets if ragged and isinstance(a, VerifyArguments) else None,
+            "q_offsets": q_offsets,
             "sinks": a.sinks,
             "v_scale": v_scale,
             "out": out,
@@ -76,7 +76,7 @@ def combine_launch(
             "parts_at": split.plan.counters_at,
         },
         constants={
-            "RAGGED": ragged,
+            "RAGGED": q_offsets is not None,
             "GROUP": problem.group,
             "DV": problem.v_head_dim,
             "HAS_SINKS": a.sinks is not None,

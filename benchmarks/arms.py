@@ -12,6 +12,7 @@ from benchmarks.inputs import Inputs
 from benchmarks.points import DRAFT_STEP, TREE_DEPTH
 from sglang_specverify import kernels
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments, check_draft_decode, check_verify
+from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.variants import DIVIDING
 
 #: Runs one layer and returns its output [T, Hq, D]; what a step shares between layers was prepared before.
@@ -105,15 +106,19 @@ def selected(inputs: Inputs) -> tuple[str, str]:
     return choice.name, choice.reason
 
 
-def make_plan(inputs: Inputs, name: str) -> Any:
-    """The step's metadata for the point's calls by a variant: packed masks, and how prefixes are divided, if they are."""
+def make_plan(inputs: Inputs, name: str, config: LaunchConfig | None = None) -> Any:
+    """The step's metadata for the point's calls by a variant: packed masks, and how prefixes are divided, if they are.
+
+    Args:
+        config: how the kernel is launched; as the tables say where None.
+    """
     point = inputs.point
     masked = {"mask": inputs.mask} if point.kind == "tree" else {}
     return kernels.plan_verify_attention(
         inputs.prefix_lens, inputs.row_ids, num_draft_tokens=point.width, q_heads=point.q_heads, kv_heads=point.kv_heads,
         head_dim=point.head_dim, dtype=inputs.q.dtype, cache_dtype=inputs.k.dtype, page_size=point.page_size,
         window=point.window, branches=point.kind == "draft", divide=name in DIVIDING,
-        kernel="specialized" if name == "specialized_split" else "fused", **masked,
+        kernel="specialized" if name == "specialized_split" else "fused", config=config, **masked,
     )  # fmt: skip
 
 

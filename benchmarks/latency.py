@@ -1,8 +1,9 @@
-"""Where a short divided prefix spends its time: chains and draft decode of few requests.
+"""What a divided prefix of few requests takes, with its parts combined by the last program or by a second launch, beside FA3.
 
-    git show COMMIT:sglang_specverify/kernels/fused_kernel.py > before.py
-    python -m benchmarks.latency --out latency.json [--seconds 90] [--before before.py]
+    python -m benchmarks.latency --out latency.json [--seconds 90] [--ablations] [--before before.py]
     TRITON_INTERPRET=1 python -m benchmarks.latency --device cpu --out dry.json
+
+where `git show COMMIT:sglang_specverify/kernels/fused_kernel.py > before.py` makes the last file, a kernel to be timed as well.
 
 Needs a GPU and no SGLang; FlashAttention 3 is an arm where it can be imported. Every arm is held to FP64 before it is timed, and
 all arms of a point are timed in turn (`benchmarks.timing`), on one layer ("warm", in the L2 cache) and over many ("cold").
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -29,26 +31,29 @@ import torch
 
 from benchmarks import gate, inputs, record, timing
 from benchmarks.arms import Arm, Call
-from benchmarks.latency_arms import ABLATIONS, planned
+from benchmarks.latency_arms import ABLATIONS, SHORTEST, planned
 from benchmarks.measure import why
 from benchmarks.points import Point
 from benchmarks.stock import FLASH_ATTENTION
 
-#: The last is long: what is fast at the others must not lose there.
-_CHAINS = ((1, 8192), (1, 1024), (4, 2048), (1, 32768), (4, 8192), (8, 4096), (4, 131072))
-_DRAFTS = ((1, 2048), (4, 2048), (1, 8192), (4, 8192))
-#: In the order in which they are measured.
+#: (bs, L, W, query heads, KV heads), in the order in which they are measured, the drafts behind the first five.
+_CHAINS = (
+    (1, 8192, 4, 32, 8), (1, 4096, 8, 32, 8), (1, 4096, 4, 32, 8), (1, 4096, 4, 128, 8), (1, 4096, 4, 8, 1),
+    (1, 4096, 4, 64, 8), (1, 1024, 4, 32, 8), (4, 2048, 4, 32, 8), (4, 8192, 4, 32, 8), (1, 32768, 4, 32, 8), (8, 4096, 4, 32, 8),
+)  # fmt: skip
+_DRAFTS = ((1, 2048, 8), (4, 2048, 8), (1, 8192, 8), (4, 8192, 8), (1, 2048, 16), (4, 2048, 16), (1, 8192, 16), (4, 8192, 16))
+_CHAIN_POINTS = tuple(Point("chain", bs, w, length, q_heads=q, kv_heads=kv) for bs, length, w, q, kv in _CHAINS)
 POINTS = (
-    *(Point("chain", batch, 4, length) for batch, length in _CHAINS[:3]),
-    *(Point("draft", batch, 8, length) for batch, length in _DRAFTS),
-    *(Point("chain", batch, 4, length) for batch, length in _CHAINS[3:]),
+    *_CHAIN_POINTS[:5],
+    *(Point("draft", batch, topk, length) for batch, length, topk in _DRAFTS[:4]),
+    *(Point("tree", 1, width, 8192) for width in (16, 32)),
+    *_CHAIN_POINTS[5:],
+    *(Point("draft", batch, topk, length) for batch, length, topk in _DRAFTS[4:]),
 )
 _SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
 #: For a dry run: prefixes that the interpreter's plan divides.
-TINY = (Point("chain", 1, 4, 530, **_SHAPE), Point("draft", 2, 3, 300, **_SHAPE))
-#: What makes every kernel compile: launch configurations depend on the batch.
-SHAPES = tuple(Point(kind, batch, width, 1024) for kind, width in (("chain", 4), ("draft", 8)) for batch in (1, 4))  # type: ignore[arg-type]
-#: Few rounds: arms and ablations are many.
+TINY = (Point("chain", 1, 4, 530, **_SHAPE), Point("draft", 2, 3, 300, **_SHAPE), Point("tree", 1, 5, 270, **_SHAPE))
+#: Few rounds: points are many.
 _ROUNDS = 7
 
 
@@ -58,36 +63,40 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0, help="start no point after this")
     parser.add_argument("--before", type=Path, help="a fused_kernel.py of another commit, to be timed as the arm `before`")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run, in Triton's interpreter")
-    parser.add_argument("--compile", action="store_true", help="run small points once, with --before that kernel, and stop")
+    parser.add_argument("--ablations", action="store_true", help="time what is left where chains leave out a part of their work")
+    parser.add_argument("--compile", metavar="N/OF", help="run every OFth point once, from the Nth on, untimed, and stop")
     options = parser.parse_args()
     begin = time.monotonic()
     device = torch.device(options.device)
     kernel = None if options.before is None else kernel_of(options.before)
-    if options.compile:
-        for point in SHAPES:
-            made = inputs.make(point, device, most_layers=1)
-            planned(made, kernel=kernel)(0)
-        torch.cuda.synchronize()
-        return
     tiny = device.type != "cuda"
+    points = TINY if tiny else POINTS
+    if options.compile:
+        first, step = map(int, options.compile.split("/"))
+        for point in points[first::step]:
+            made = inputs.make(point, device, most_layers=1)
+            for _, build in ours(made, kernel).values():
+                build()(0)
+        return
     jobs = [] if tiny else _compilers(options.before)
     results: dict[str, Any] = {"points": []}
     _wait(jobs, begin + 0.5 * options.seconds)
     print(f"compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
-    for point in TINY if tiny else POINTS:
+    for point in points:
         if time.monotonic() - begin > options.seconds:
             print("out of time before", point.name, flush=True)
             break
-        row = measure(point, kernel, device)
+        row = measure(point, kernel, device, ablations=options.ablations)
         results["points"].append(row)
         print(*lines(row), f"  ({time.monotonic() - begin:.0f} s)", sep="\n", flush=True)
         record.write(options.out, results)
 
 
 def _compilers(before: Path | None) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "benchmarks.latency", "--compile"]
-    jobs = [command] if before is None else [command, [*command, "--before", str(before)]]
-    return [subprocess.Popen(job) for job in jobs]
+    """Processes that compile: one for each processor but two, and no more than points."""
+    count = max(1, min(len(POINTS), (os.cpu_count() or 1) - 2))
+    command = [sys.executable, "-m", "benchmarks.latency", *([] if before is None else ["--before", str(before)])]
+    return [subprocess.Popen([*command, "--compile", f"{number}/{count}"]) for number in range(count)]
 
 
 def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
@@ -102,23 +111,41 @@ def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
             print("compiling failed:", " ".join(map(str, job.args)), flush=True)  # type: ignore[arg-type]
 
 
-def measure(point: Point, before: Any, device: torch.device) -> dict[str, Any]:
-    """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none.
+def ours(made: inputs.Inputs, before: Any = None) -> dict[str, tuple[str, Callable[[], Call]]]:
+    """Where each of this project's arms stands in a row of results, and how it is built.
 
     Args:
         before: the fused kernel of another commit, or None.
     """
+    builders: dict[str, tuple[str, Callable[[], Call]]] = {
+        "default": ("arms", lambda: planned(made)),
+        "launch": ("arms", lambda: planned(made, combine="launch")),
+        # The second launch begins when the first has ended: what its early start is worth.
+        "launch in order": ("arms", lambda: planned(made, combine="launch", early=False)),
+        # A part more costs a launch less than it costs one program.
+        f"launch, parts of {SHORTEST} keys": ("arms", lambda: planned(made, combine="launch", least=SHORTEST)),
+    }
+    if before is not None:
+        builders["before"] = ("arms", lambda: planned(made, combine="last", kernel=before))
+    return builders
+
+
+def measure(point: Point, before: Any, device: torch.device, *, ablations: bool = False) -> dict[str, Any]:
+    """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none.
+
+    Args:
+        before: the fused kernel of another commit, or None.
+        ablations: of chains also what is left without a part of their work.
+    """
     made = inputs.make(point, device)
     row: dict[str, Any] = {"name": point.name, "point": point.as_dict(), "layers": made.layers, "arms": {}, "ablations": {}}
     samples = gate.samples(made)
-    builders: dict[str, tuple[str, Callable[[], Call]]] = {"default": ("arms", lambda: planned(made))}
-    if before is not None:
-        builders["before"] = ("arms", lambda: planned(made, kernel=before))
+    builders = ours(made, before)
     for arm in _stock(point, device):
         builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
-    if point.kind == "chain":
+    if ablations and point.kind == "chain":
         for name, tamper in ABLATIONS.items():
-            builders[name] = ("ablations", lambda tamper=tamper: planned(made, tamper=tamper))  # type: ignore[misc]
+            builders[name] = ("ablations", lambda tamper=tamper: planned(made, combine="last", tamper=tamper))  # type: ignore[misc]
     calls: dict[str, Call] = {}
     for name, (group, build) in builders.items():
         found: dict[str, Any] = {}

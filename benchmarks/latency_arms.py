@@ -1,8 +1,11 @@
-"""The arms of `benchmarks.latency`: the divided kernel, that of another commit, and plans that leave out a part of the work."""
+"""The arms of `benchmarks.latency`: the divided kernel with each way to combine its parts, that of another commit, and plans that
+leave out a part of the work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,42 +13,76 @@ import torch
 
 from benchmarks.arms import Call, arguments_of, make_plan
 from benchmarks.inputs import Inputs
-from sglang_specverify.kernels.fused import fused_launch, split_of
-from sglang_specverify.kernels.launch import arch_of
-from sglang_specverify.kernels.plan import ITEM_WORDS, Plan
+from sglang_specverify.kernels.fused import split_of
+from sglang_specverify.kernels.fused_combine import fused_launches
+from sglang_specverify.kernels.launch import Launch, arch_of
+from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
 
 
-def planned(made: Inputs, *, tamper: Callable[[Plan], None] | None = None, kernel: Any = None) -> Call:
+def planned(
+    made: Inputs,
+    *,
+    combine: str = "",
+    early: bool = True,
+    least: int | None = None,
+    tamper: Callable[[Plan], None] | None = None,
+    kernel: Any = None,
+) -> Call:
     """Calls with a plan and scratch that were made before.
 
     Args:
+        combine: who combines the parts, "last" or "launch"; as the tables say where empty.
+        early: a second launch may start before the first one has ended, where the device can do that.
+        least: keys of the shortest part that is worth a program; what the planner thinks where None.
         tamper: done to the plan when it is filled.
         kernel: in place of the fused kernel; it gets those of its constants that it knows.
     """
-    plan: Plan = make_plan(made, "fused_split")
+    with _shortest_part(least):
+        plan: Plan = make_plan(made, "fused_split")
+        if combine and combine != plan.shape.config.combine:
+            plan = make_plan(made, "fused_split", replace(plan.shape.config, combine=combine))
     arguments, problem = arguments_of(made)
     if tamper is not None:
         tamper(plan)
     size = max(16, plan.shape.workspace_bytes(plan.batch))
     out = torch.empty_like(made.q)
     split = split_of(plan, torch.empty(size, dtype=torch.uint8, device=out.device), out.device)
-    launches = []
+    layers = []
     for layer in range(made.layers):
         a = replace(arguments, k_cache=made.k[layer], v_cache=made.v[layer])
-        launch = fused_launch(a, problem, out, None, plan.shape.config, arch_of(out.device), plan=plan, split=split)
+        launches = fused_launches(a, problem, out, None, plan.shape.config, arch_of(out.device), plan=plan, split=split)
+        if not early:
+            launches = [_in_order(launch) for launch in launches]
         if kernel is not None:
+            (launch,) = launches
             constants = {name: value for name, value in launch.constants.items() if name in kernel.arg_names}
             # As it was chosen before parts were read ahead.
             rows = plan.shape.config.block_m * launch.constants["BLOCK_DV"]
             constants["COMBINE"] = max(1, min(8, 96 * 32 * plan.shape.config.num_warps // rows))
-            launch = replace(launch, kernel=kernel, constants=constants)
-        launches.append(launch)
+            launches = [replace(launch, kernel=kernel, constants=constants)]
+        layers.append(launches)
 
     def call(layer: int) -> torch.Tensor:
-        launches[layer].run()
+        for launch in layers[layer]:
+            launch.run()
         return out
 
     return call
+
+
+@contextmanager
+def _shortest_part(keys: int | None) -> Iterator[None]:
+    before = MIN_CHUNKS["fused"]
+    MIN_CHUNKS["fused"] = keys or before
+    try:
+        yield
+    finally:
+        MIN_CHUNKS["fused"] = before
+
+
+def _in_order(launch: Launch) -> Launch:
+    """The launch without the attribute that lets it start early; what its kernel then waits for has ended."""
+    return replace(launch, options={name: value for name, value in launch.options.items() if name != "launch_pdl"})
 
 
 def _items(plan: Plan) -> torch.Tensor:
@@ -86,6 +123,9 @@ def _one_tile_without_drafts(plan: Plan) -> None:
     _one_tile(plan)
     _without_drafts(plan)
 
+
+#: The shortest parts that there can be.
+SHORTEST = ALIGN
 
 #: What is left out, by name.
 ABLATIONS: dict[str, Callable[[Plan], None]] = {

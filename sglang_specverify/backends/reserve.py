@@ -90,7 +90,8 @@ def bytes_of(part: Part, sizes: Sizes) -> int:
     entries = -(-sizes.positions // (16 * sizes.page_size)) * 16
     total += sizes.tables * most * entries * 4 + (3 * most + 1) * 4 + (sizes.tables - 1) * 2 * most * part.slots * 8
     items = (len(batches) * _ITEMS + sum(batches) * _ITEMS_OF_A_REQUEST) * _ITEM
-    counters = sum(batches) * part.kv_heads * -(-w * part.group // _ROWS_OF_A_TILE) * 4
+    # Two entries of a request where a second launch combines its parts.
+    counters = sum(batches) * max(2, part.kv_heads * -(-w * part.group // _ROWS_OF_A_TILE)) * 4
     masks = (2 * rows + 16 * sum(batches)) * (w // 64 + 2) * 4 if tree else 0
     total += part.kinds * (items + counters + masks)
     if part.kernels & set(OWN_DRAFTS):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_specverify.kernels.aot_cases import CACHES, DIMS, cache_type, meta
+from sglang_specverify.kernels.aot_cases import CACHES, DIMS, Case, cache_type, meta
 from sglang_specverify.kernels.aot_sparse_mla import ACCEPTED_SPILLS, sparse_mla
 from sglang_specverify.kernels.compact import CompactArguments, compact_visible_slots_launch
 from sglang_specverify.kernels.gather_suffix import SuffixArguments, gather_suffix_merge_launch
@@ -34,10 +34,12 @@ class Auxiliary:
 
 
 def auxiliary(arch: str, *, short: bool = False) -> Iterator[Auxiliary]:
-    """Every auxiliary kernel on `arch`; with `short` one launch each, and the gather suffix once for each head dim."""
+    """Every auxiliary kernel on `arch`; with `short` one launch each, no combination, and the gather suffix once a head dim."""
     for build in (_plans, _snapshots, _page_tables, _steps, _merges, _compactions):
         made = list(build(arch))
         yield from made[:1] if short else made
+    if not short:
+        yield from combinations(arch)
     for number, kind in enumerate(FORMATS.values()):
         made = list(_quantizations(arch, kind))
         yield from made[number % 2 :: len(made)] if short else made
@@ -62,6 +64,20 @@ def _plans(arch: str) -> Iterator[Auxiliary]:
         plan, masks = _plan(batch, 8, kind, window=window, deterministic=deterministic)
         name = f"{arch} plan batch{batch}{' window' * (window >= 0)}{' deterministic' * deterministic} {kind or 'chain'}"
         yield Auxiliary(name, plan_launch(meta(batch, dtype=torch.int32), meta(batch, dtype=torch.int32), plan, masks))
+
+
+def combinations(arch: str) -> Iterator[Auxiliary]:
+    """Parts of the fused kernel combined by a launch of their own."""
+    for dims, rows, batch, feature in (
+        ((80, 80), 64, 1, "window_sinks"),
+        ((128, 128), 16, 1, "plain"),
+        ((128, 128), 64, 32, "head_scales"),
+        ((64, 64), 32, 1, "ragged"),
+        ((256, 256), 16, 1, "softcap_window"),
+    ):
+        case = Case(arch, "fused_split", "chain", dims, "bf16", rows, feature=feature, batch=batch)
+        launch = case.launches(replace(case.configured()[0], combine="launch"))[-1]
+        yield Auxiliary(f"{arch} combine d{dims[0]} rows{rows} batch{batch} {feature}", launch)
 
 
 def _plan(

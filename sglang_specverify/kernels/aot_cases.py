@@ -108,15 +108,17 @@ class Case:
         return configured(self.arch, self.kernel, self.facts())
 
     def launch(self, config: LaunchConfig) -> Launch:
-        """The launch with tensors on the "meta" device."""
+        """The launch of attention with tensors on the "meta" device."""
+        # Behind it stands one launch where `config` has parts combined by one.
+        return self.launches(config)[-2 if self.operation == "fused_split" and config.combine == "launch" else -1]
+
+    def launches(self, config: LaunchConfig) -> list[Launch]:
+        """All launches of the call: its plan's, attention, and the one that combines parts."""
         a, problem = self.arguments()
         out = meta(problem.rows, problem.q_heads, problem.v_head_dim, dtype=a.q.dtype)
         lse = meta(problem.rows, problem.q_heads, dtype=torch.float32) if a.return_lse else None
         divide, merge = self.operation == "fused_split", self.operation == "tree_suffix"
-        *_, attention = configured_launches(
-            a, problem, out, lse, config, self.arch, divide=divide, merge=merge, programs=_PROGRAMS
-        )
-        return attention
+        return configured_launches(a, problem, out, lse, config, self.arch, divide=divide, merge=merge, programs=_PROGRAMS)
 
     def arguments(self) -> tuple[VerifyArguments | DraftArguments, Problem]:
         """The call, checked, with tensors on the "meta" device."""

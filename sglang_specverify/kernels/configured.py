@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import fused_launch, split_of
+from sglang_specverify.kernels.fused import split_of
+from sglang_specverify.kernels.fused_combine import fused_launches
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
 
@@ -22,7 +23,7 @@ def configured_launches(
     merge: bool = False,
     programs: int | None = None,
 ) -> list[Launch]:
-    """The attention launch of a checked call, the last one, and before it that of a step's plan where it needs one.
+    """The attention launch of a checked call; before it that of a step's plan where it needs one, behind it one that combines.
 
     Args:
         out, lse: written in place; with `merge` they hold the prefix's result.
@@ -31,4 +32,4 @@ def configured_launches(
     """
     plan, before = own_plan(a, problem, config, divide=divide, programs=programs)
     split = split_of(plan, None, problem.device) if divide and plan is not None else None
-    return [*before, fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)]
+    return [*before, *fused_launches(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)]

@@ -11,7 +11,7 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import CommonArguments, DraftArguments, Problem, Scale, VerifyArguments
-from sglang_specverify.kernels.launch import Launch, LaunchConfig
+from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
 from sglang_specverify.kernels.plan import Plan, Tree, padded
 
 LOG2_E = math.log2(math.e)
@@ -96,7 +96,7 @@ def fused_launch(
     split: Split | None = None,
     merge: bool = False,
 ) -> Launch:
-    """The launch that serves a checked call.
+    """The launch of the fused kernel for a checked call; `fused_combine.py` says whether another one follows it.
 
     Args:
         out, lse: written in place; with `merge` they hold the prefix's result, and no prefix is read.
@@ -108,12 +108,13 @@ def fused_launch(
     verify = a if isinstance(a, VerifyArguments) else None
     draft = a if isinstance(a, DraftArguments) else None
     tiles = -(-packed_rows(problem) // config.block_m)
-    k_scale, k_factor = _scale(a.k_scale)
-    v_scale, v_factor = _scale(a.v_scale)
+    k_scale, k_factor = scale_of(a.k_scale)
+    v_scale, v_factor = scale_of(a.v_scale)
     capped = problem.softcap > 0
     scale = problem.sm_scale * k_factor * (2.0 / problem.softcap if capped else 1.0) * LOG2_E
     queries = problem.queries or 1
     parts_ahead, combine = _parts_ahead(config, problem.v_head_dim)
+    by_launch = split is not None and split.plan.combined_by_launch
     tree = tree_of(problem)
     windowed = problem.window >= 0
     positions = verify.positions if verify is not None and windowed and problem.kind != "chain" else None
@@ -167,8 +168,8 @@ def fused_launch(
             "HAS_SOFTCAP": capped,
             "HAS_SINKS": a.sinks is not None,
             "HAS_LSE": lse is not None,
-            "K_SCALE": _scale_mode(k_scale),
-            "V_SCALE": _scale_mode(v_scale),
+            "K_SCALE": scale_mode(k_scale),
+            "V_SCALE": scale_mode(v_scale),
             "SPLIT": split is not None,
             "MERGE": merge,
             # A loop of its own for what needs no mask pays where the prefix is long; a window masks everything.
@@ -177,6 +178,8 @@ def fused_launch(
             "AHEAD": config.max_registers == 0,
             "COMBINE": combine,
             "PARTS_AHEAD": parts_ahead,
+            "LAST": not by_launch,
+            "PDL": by_launch and has_dependent_launch(arch),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_D": padded(problem.head_dim),
@@ -213,12 +216,12 @@ def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) 
     }
 
 
-def _scale(value: Scale) -> tuple[torch.Tensor | None, float]:
+def scale_of(value: Scale) -> tuple[torch.Tensor | None, float]:
     """A tensor to read on the device, or a number to fold in."""
     return (value, 1.0) if isinstance(value, torch.Tensor) else (None, float(value))
 
 
-def _scale_mode(value: torch.Tensor | None) -> Any:
+def scale_mode(value: torch.Tensor | None) -> Any:
     return 0 if value is None else 1 if value.numel() == 1 else 2
 
 

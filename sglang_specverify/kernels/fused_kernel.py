@@ -10,7 +10,8 @@ the keys that a program reads. Keys are numbered by n: the prefix is n < L and d
 filled tile of the prefix and the drafts are one masked loop, and the loop before it needs no mask unless there is a window.
 
 The prefix of a request may be split over programs by a plan (`plan.py`). Then each writes its normalised output and its LSE,
-and the program that arrives last combines them in the order of the splits, whoever it is.
+and the program that arrives last combines them in the order of the splits, whoever it is, or a second launch does
+(`fused_combine_kernel.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,6 +19,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from sglang_specverify.kernels.fused_combine_kernel import add_four, read_four, read_part, with_sink
 
 #: Values of KIND. A tree comes as bits, whatever layout its mask has: `plan_kernel.py` packs them.
 CHAIN, TREE, BRANCHES = 0, 1, 2
@@ -121,39 +125,6 @@ def _accumulate(s, scale, v, m, total, acc):
     return m_new, total, acc
 
 
-@triton.jit
-def _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """(LSE [BLOCK_M, 1], output [BLOCK_M, BLOCK_DV]) of a request's part; -inf and 0 where there is none.
-
-    `stride`: partial tiles from one part to the next. From the L2 cache: other multiprocessors wrote them.
-    """
-    there = is_lane & (part < num_splits)
-    lse = tl.load(lse_at + part * stride * BLOCK_M, mask=there, other=float("-inf"), cache_modifier=".cg")
-    out = tl.load(out_at + part * stride * (BLOCK_M * BLOCK_DV), mask=there, other=0.0, cache_modifier=".cg")
-    return lse, out
-
-
-@triton.jit
-def _read_four(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """LSEs and outputs of four parts, as `_read_part` reads them."""
-    e0, o0 = _read_part(lse_at, out_at, part, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    e1, o1 = _read_part(lse_at, out_at, part + 1, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    e2, o2 = _read_part(lse_at, out_at, part + 2, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    e3, o3 = _read_part(lse_at, out_at, part + 3, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-    return e0, e1, e2, e3, o0, o1, o2, o3
-
-
-@triton.jit
-def _add_four(peak, weights, acc, e0, e1, e2, e3, o0, o1, o2, o3):
-    """Four parts more of a sum, always in their order; peak and weights [BLOCK_M, 1] in units of log 2."""
-    new_peak = tl.maximum(peak, tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3)))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    alpha = tl.exp2(peak - base)
-    w0, w1, w2, w3 = tl.exp2(e0 - base), tl.exp2(e1 - base), tl.exp2(e2 - base), tl.exp2(e3 - base)
-    acc = acc * alpha + o0 * w0 + o1 * w1 + o2 * w2 + o3 * w3
-    return new_peak, weights * alpha + w0 + w1 + w2 + w3, acc
-
-
 # Numbers that change with the batch, the step or the tree, and whose value or alignment helps no address: one compilation each.
 @triton.jit(do_not_specialize=["queries", "tree_words", "branch_keys", "window", "counters_at"])
 def verify_attention_kernel(
@@ -166,7 +137,7 @@ def verify_attention_kernel(
     PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr,
-    COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
+    COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head of one request, over its prefix or a split of it, and its drafts.
@@ -177,6 +148,7 @@ def verify_attention_kernel(
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
     PARTS_AHEAD: four parts are read ahead of their combination; else COMBINE parts stand behind each other in the code.
+    LAST: the last program of a divided prefix combines its parts, else a second launch does; PDL: which may start early.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     tile = tl.program_id(0)
@@ -186,6 +158,9 @@ def verify_attention_kernel(
     split = 0
     num_splits = 1
     partial = 0
+    if PDL:
+        # At once: whoever waits for this grid waits until all of it has ended, so nothing depends on where this stands.
+        gdc_launch_dependents()
     if SPLIT:
         words = plan + item * 8
         request = tl.load(words)
@@ -377,7 +352,7 @@ def verify_attention_kernel(
         else:
             m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
 
-    if SPLIT:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
+    if SPLIT:
         if num_splits > 1:
             # This split's output and LSE, normalised, in a place of its own.
             tiles = tl.num_programs(0)
@@ -388,45 +363,49 @@ def verify_attention_kernel(
             tl.store(partial_lse + at * BLOCK_M + lane, tl.where(total > 0.0, m + tl.log2(norm), float("-inf")))
             o_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
             tl.store(o_at, acc / norm[:, None])
-            # All threads' stores come before the count, which releases them to whoever counts after.
-            tl.debug_barrier()
-            counter = plan + counters_at + (request * heads + head) * tiles + tile
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
+            if LAST:
+                # All threads' stores come before the count, which releases them to whoever counts after.
+                tl.debug_barrier()
+                counter = plan + counters_at + (request * heads + head) * tiles + tile
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < num_splits - 1:
+                    return
+                tl.store(counter, 0)
+                at = (partial * heads + head).to(tl.int64) * tiles + tile
+                # The LSE is a column and not a row, so that each thread reads what it multiplies with, in one layout.
+                is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
+                lse_at = partial_lse + at * BLOCK_M + lane[:, None]
+                out_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
+                peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+                weights = tl.zeros([BLOCK_M, 1], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+                if PARTS_AHEAD:
+                    # Four are on their way before the first is used, and four more as soon as these are added. The loop carries
+                    # them because the compiler moves loads of one block down to what uses them, and few would stand together.
+                    # In 32 bits: a request has 2 (programs / (heads tiles) + 1) parts at the most, or of 512 rows in all.
+                    stride = heads * tiles
+                    a0, a1, a2, a3, p0, p1, p2, p3 = read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                    for next_four in tl.range(4, num_splits + 4, 4):
+                        peak, weights, acc = add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
+                        a0, a1, a2, a3, p0, p1, p2, p3 = read_four(
+                            lse_at, out_at, next_four, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
+                        )
+                else:
+                    stride = heads.to(tl.int64) * tiles
+                    for first in tl.range(0, num_splits, COMBINE):
+                        for u in tl.static_range(COMBINE):
+                            e0, o0 = read_part(lse_at, out_at, first + u, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
+                            new_peak = tl.maximum(peak, e0)
+                            base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                            alpha_1 = tl.exp2(peak - base_1)
+                            weight_1 = tl.exp2(e0 - base_1)
+                            weights = weights * alpha_1 + weight_1
+                            acc = acc * alpha_1 + o0 * weight_1
+                            peak = new_peak
+                m = tl.max(peak, 1)
+                total = tl.sum(weights, 1)
+        if not LAST:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
+            if num_splits > 1:
                 return
-            tl.store(counter, 0)
-            at = (partial * heads + head).to(tl.int64) * tiles + tile
-            # The LSE is a column and not a row, so that each thread reads what it multiplies with and nothing changes its layout.
-            is_lane = (tile * BLOCK_M + lane < count * GROUP)[:, None]
-            lse_at = partial_lse + at * BLOCK_M + lane[:, None]
-            out_at = partial_out + at * (BLOCK_M * BLOCK_DV) + lane[:, None] * BLOCK_DV + dv[None, :]
-            peak = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
-            weights = tl.zeros([BLOCK_M, 1], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if PARTS_AHEAD:
-                # Four are on their way before the first is used, and four more as soon as these are added. The loop carries them
-                # because the compiler moves loads of one block down to what uses them, and few would stand together.
-                # In 32 bits: a request has 2 (programs / (heads tiles) + 1) parts at the most, or of 512 rows in all.
-                stride = heads * tiles
-                a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(lse_at, out_at, 0, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-                for next_four in tl.range(4, num_splits + 4, 4):
-                    peak, weights, acc = _add_four(peak, weights, acc, a0, a1, a2, a3, p0, p1, p2, p3)
-                    a0, a1, a2, a3, p0, p1, p2, p3 = _read_four(
-                        lse_at, out_at, next_four, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV
-                    )
-            else:
-                stride = heads.to(tl.int64) * tiles
-                for first in tl.range(0, num_splits, COMBINE):
-                    for u in tl.static_range(COMBINE):
-                        e0, o0 = _read_part(lse_at, out_at, first + u, num_splits, is_lane, stride, BLOCK_M, BLOCK_DV)
-                        new_peak = tl.maximum(peak, e0)
-                        base_1 = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                        alpha_1 = tl.exp2(peak - base_1)
-                        weight_1 = tl.exp2(e0 - base_1)
-                        weights = weights * alpha_1 + weight_1
-                        acc = acc * alpha_1 + o0 * weight_1
-                        peak = new_peak
-            m = tl.max(peak, 1)
-            total = tl.sum(weights, 1)
 
     # Addresses are made here: before the loops they would hold registers throughout.
     if HAS_LSE:
@@ -460,16 +439,11 @@ def verify_attention_kernel(
         tl.store(lse_at, tl.where(empty, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453), mask=is_row)
     if HAS_SINKS:
         sink = tl.load(sinks + q_heads, mask=is_row, other=float("-inf")).to(tl.float32) * LOG2_E
-        # Relative to the larger of the two, so that neither exponential overflows.
-        m_new = tl.maximum(m, sink)
-        base_2 = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.where(m == m_new, 1.0, tl.exp2(m - base_2))
+        alpha, sunk = with_sink(m, total, sink)
         factor *= alpha
         if MERGE:
             weight *= alpha
-        # A sink of +inf takes all the weight; equal infinities must not be subtracted.
-        sunk = tl.where(sink == m_new, 1.0, tl.exp2(sink - base_2))
-        norm = tl.where(empty, 1.0, total * alpha + sunk)
+        norm = tl.where(empty, 1.0, sunk)
     result = acc * (tl.where(empty, 0.0, factor) / norm)[:, None]
     if MERGE:
         result += prefix_out * (weight / norm)[:, None]

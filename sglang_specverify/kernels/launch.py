@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from sglang_specverify import hardware
-from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.errors import ArgumentError, SpecverifyError
 
 #: Options that only AMD's compiler takes; on NVIDIA some of them are errors and some are ignored.
 AMD_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
+
+#: Who combines the parts of a divided prefix: the program that comes last, or a second launch.
+COMBINATIONS = ("last", "launch")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class LaunchConfig:
         amd: options for AMD's compiler, by the names of `AMD_OPTIONS`; must be empty on NVIDIA.
         peel: 1 for a loop of its own over the part of the prefix that needs no mask, which pays where that is long.
         max_registers: limit on NVIDIA, so that more programs fit; 0 for none.
+        combine: one of `COMBINATIONS`, for the fused kernel where it divides prefixes. The last program of a request and KV head
+            reads its parts alone; a second launch spreads them over the device.
+
+    Raises:
+        ArgumentError: another `combine`.
     """
 
     block_m: int
@@ -40,6 +48,11 @@ class LaunchConfig:
     amd: tuple[tuple[str, int], ...] = ()
     peel: int = 1
     max_registers: int = 0
+    combine: str = "last"
+
+    def __post_init__(self) -> None:
+        if self.combine not in COMBINATIONS:
+            raise ArgumentError("combine", repr(self.combine), ", ".join(COMBINATIONS))
 
     def options(self, arch: str) -> dict[str, int]:
         """Compiler options for `arch`: those of AMD only where it is one of AMD's."""
@@ -75,6 +88,12 @@ class Launch:
         # Triton launches on the current device, whatever its arguments' is.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+
+
+def has_dependent_launch(arch: str) -> bool:
+    """Whether a launch on `arch` may start before the one in front of it has ended: NVIDIA's, from SM90 on."""
+    number = arch.removeprefix("sm_")
+    return number != arch and number.isdecimal() and int(number) >= 90
 
 
 def interpreting() -> bool:

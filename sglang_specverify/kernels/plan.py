@@ -9,6 +9,9 @@ depends on the request's own length only. And it packs the tree masks into bits.
     buffer (int32):  items [capacity, 8] | counters [bs, Hkv, row tiles] | number of items | bits [rows, words]
                      | seen [bs, 64 words]
 
+Where a second launch combines the parts, nobody counts, and in place of the counters stand each request's first partial and
+number of parts, [bs, 2].
+
 Bits are int64 and begin at the prefix's last multiple of 64: bit b of word w is the key at index L // 64 * 64 + 64 w + b, so that
 tiles of keys need no shift. `seen` is one byte a key: whether some row of the request sees it.
 """
@@ -90,7 +93,8 @@ class Shape:
         return batch * self.max_splits if self.max_splits > 1 else 0
 
     def counters(self, batch: int) -> int:
-        return batch * self.kv_heads * self.row_tiles
+        """Entries of the counters, or of what stands in their place."""
+        return batch * (2 if self.config.combine == "launch" else self.kv_heads * self.row_tiles)
 
     def partial_tiles(self, batch: int) -> int:
         return self.partials(batch) * self.kv_heads * self.row_tiles
@@ -122,7 +126,7 @@ class Plan:
     """A step's metadata in device memory; made by `plan_verify_attention`, used by every layer of the step.
 
     Attributes:
-        buffer: int32, see the module. The kernel counts in it and leaves the counters at 0.
+        buffer: int32, see the module. The kernel may count in it and leaves the counters at 0.
         batch: requests it was made for.
         shape: what it was made for; a call of another shape refuses it.
         window: the window it was made for. Only a division depends on it: a plan without one serves every window.
@@ -153,6 +157,11 @@ class Plan:
             return self
         shape = replace(self.shape, config=self.undivided_config or self.shape.config)
         return replace(self, buffer=self.buffer[self.bits_at :], shape=shape, divides=False)
+
+    @property
+    def combined_by_launch(self) -> bool:
+        """Whether the parts of divided prefixes are combined by a second launch."""
+        return self.divides and self.shape.config.combine == "launch"
 
     @property
     def capacity(self) -> int:
@@ -282,6 +291,7 @@ def plan_constants(plan: Plan, masks: Masks | None) -> dict[str, Any]:
         "RAGGED": masks is not None and masks.q_offsets is not None,
         "HAS_WINDOW": divides and plan.window >= 0,
         "DETERMINISTIC": deterministic,
+        "BY_LAUNCH": plan.combined_by_launch,
         "MAX_SPLITS": plan.shape.max_splits if deterministic else 1,
         "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel],
         "ALIGN": ALIGN,

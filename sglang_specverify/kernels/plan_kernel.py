@@ -10,10 +10,12 @@ import triton.language as tl
 @triton.jit
 def divide(
     request, row, prefix_lens, plan, batch, capacity, window, slots, overhead, counters_at, counters,
-    HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, BY_LAUNCH: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Write one request's work items and its counters as 0; the last request writes how many items there are.
+
+    BY_LAUNCH: in place of the counters its first partial and its number of parts.
 
     See `plan.py` for the layout and the rule.
 
@@ -78,9 +80,13 @@ def divide(
             s = at + tl.arange(0, BLOCK_ITEMS)
             tl.store(plan + s * 8, tl.full([BLOCK_ITEMS], -1, tl.int32), mask=s < capacity)
         tl.store(plan + counters_at + batch * counters, my_item + my_splits)
-    for at in tl.range(0, counters, BLOCK_ITEMS):
-        s = at + tl.arange(0, BLOCK_ITEMS)
-        tl.store(plan + counters_at + request * counters + s, tl.zeros_like(s), mask=s < counters)
+    if BY_LAUNCH:
+        tl.store(plan + counters_at + request * 2, my_partial)
+        tl.store(plan + counters_at + request * 2 + 1, my_splits)
+    else:
+        for at in tl.range(0, counters, BLOCK_ITEMS):
+            s = at + tl.arange(0, BLOCK_ITEMS)
+            tl.store(plan + counters_at + request * counters + s, tl.zeros_like(s), mask=s < counters)
 
 
 @triton.jit
@@ -142,8 +148,8 @@ def plan_kernel(
     prefix_lens, row_ids, plan, batch, capacity, window, slots, overhead, counters_at, counters,
     mask, mask_offsets, q_offsets, bits, seen, queries, words,
     SPLIT: tl.constexpr, TREE: tl.constexpr, FULL_MASK: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, BY_LAUNCH: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, SEEN_ROWS: tl.constexpr, SEEN_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, part): part 0 divides where there is a SPLIT, every other one packs words of the tree."""
@@ -154,7 +160,7 @@ def plan_kernel(
             divide(
                 request, tl.load(row_ids + request), prefix_lens, plan, batch, capacity, window, slots, overhead, counters_at,
                 counters,
-                HAS_WINDOW, DETERMINISTIC, MAX_SPLITS, MIN_CHUNK, ALIGN, BLOCK_BATCH, BLOCK_ITEMS, CANDIDATES,
+                HAS_WINDOW, DETERMINISTIC, BY_LAUNCH, MAX_SPLITS, MIN_CHUNK, ALIGN, BLOCK_BATCH, BLOCK_ITEMS, CANDIDATES,
             )  # fmt: skip
         part -= 1
     if TREE:  # noqa: SIM102 - the outer one is decided when the kernel is compiled

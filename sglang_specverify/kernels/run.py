@@ -7,7 +7,8 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import check_plan, fused_launch, packed_rows, refusal, split_of, tree_of
+from sglang_specverify.kernels.fused import check_plan, packed_rows, refusal, split_of, tree_of
+from sglang_specverify.kernels.fused_combine import fused_launches
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, Shape, plan_launch, with_buffer
 from sglang_specverify.kernels.reference import Result, run_draft_decode, run_verify
@@ -123,7 +124,7 @@ def launches(
     plan: Plan | None = None,
     workspace: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """The launch of a checked call, the last one, and before it that of a plan where one is needed and none came."""
+    """The launch of a checked call; before it that of a plan where one is needed and none came, behind it one that combines."""
     divide, kernel = variant in DIVIDING, "specialized" if variant in SPECIALIZED else "fused"
     types = a.k_cache.dtype, a.q.dtype
     config = config_of(kernel, arch, problem, *types, split=divide, deterministic=a.deterministic)
@@ -142,7 +143,7 @@ def launches(
         assert isinstance(a, VerifyArguments)
         programs = detect().multiprocessors
         return [*before, specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan, split=split)]
-    return [*before, fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split)]
+    return [*before, *fused_launches(a, problem, out, lse, config, arch, plan=plan, split=split)]
 
 
 def own_plan(

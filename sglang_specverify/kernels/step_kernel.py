@@ -19,8 +19,8 @@ def prepare_step_kernel(
     mask, mask_offsets, q_offsets, bits, seen, queries, words,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     SPLIT: tl.constexpr, TREE: tl.constexpr, FULL_MASK: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, DETERMINISTIC: tl.constexpr, BY_LAUNCH: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, ALIGN: tl.constexpr, BLOCK_BATCH: tl.constexpr, BLOCK_ITEMS: tl.constexpr, CANDIDATES: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, SEEN_ROWS: tl.constexpr, SEEN_KEYS: tl.constexpr, PACKERS: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, part): one divides where there is a SPLIT, one packs each word of a TREE, and the rest copy.
@@ -35,7 +35,7 @@ def prepare_step_kernel(
         if part == 0:
             divide(
                 request, request, prefix_lens, plan, batch, capacity, window, slots, overhead, counters_at, counters,
-                HAS_WINDOW, DETERMINISTIC, MAX_SPLITS, MIN_CHUNK, ALIGN, BLOCK_BATCH, BLOCK_ITEMS, CANDIDATES,
+                HAS_WINDOW, DETERMINISTIC, BY_LAUNCH, MAX_SPLITS, MIN_CHUNK, ALIGN, BLOCK_BATCH, BLOCK_ITEMS, CANDIDATES,
             )  # fmt: skip
         part -= 1
         copies -= 1

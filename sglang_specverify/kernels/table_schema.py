@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from sglang_specverify.errors import SpecverifyError
-from sglang_specverify.kernels.launch import AMD_OPTIONS, LaunchConfig
+from sglang_specverify.kernels.launch import AMD_OPTIONS, COMBINATIONS, LaunchConfig
 
 SCHEMA = 1
 
@@ -57,6 +57,8 @@ _OPTIONAL: dict[str, tuple[int, ...]] = {
     # Of NVIDIA's compiler; 0 leaves it to the compiler.
     "max_registers": (0, *range(64, 256, 8)),
 }
+#: Words that may be left out.
+_WORDS: dict[str, tuple[str, ...]] = {"combine": COMBINATIONS}
 _AMD: dict[str, tuple[int, ...]] = {
     # 0 leaves the occupancy to the compiler.
     "waves_per_eu": tuple(range(9)),
@@ -158,7 +160,9 @@ def parse(text: str, file: str, arch: str | None = None) -> Table:
     for kernel, entries in kernels.items():
         if not isinstance(entries, list):
             raise _bad(file, kernel, entries, "a list of entries")
-        parsed[kernel] = tuple(_entry(f"{file}, {kernel} entry {n}", entry, raw["arch"]) for n, entry in enumerate(entries))
+        parsed[kernel] = tuple(
+            _entry(f"{file}, {kernel} entry {n}", entry, raw["arch"], kernel) for n, entry in enumerate(entries)
+        )
     return Table(raw["arch"], raw["triton"], raw["note"], parsed)
 
 
@@ -182,7 +186,8 @@ def _lines(values: list[dict[str, Any]], indent: int) -> str:
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     launch: dict[str, Any] = {name: getattr(entry.launch, name) for name in _LAUNCH}
-    launch |= {name: getattr(entry.launch, name) for name in _OPTIONAL if getattr(entry.launch, name) != getattr(_DEFAULTS, name)}
+    left_out = (*_OPTIONAL, *_WORDS)
+    launch |= {name: getattr(entry.launch, name) for name in left_out if getattr(entry.launch, name) != getattr(_DEFAULTS, name)}
     if entry.launch.amd:
         launch["amd"] = dict(entry.launch.amd)
     out = {"when": {name: list(allowed) for name, allowed in entry.when}, "launch": launch, "measured": entry.measured}
@@ -217,18 +222,22 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _entry(where: str, value: object, arch: str) -> Entry:
+def _entry(where: str, value: object, arch: str, kernel: str) -> Entry:
     raw = _object(where, value, ("when", "launch", "measured", "spill_bytes"), ("spill_reason",))
     when = _object(f"{where}, when", raw["when"], (), (*SIZES, *VALUES))
     conditions = tuple((name, _condition(where, name, allowed)) for name, allowed in when.items())
-    launch = _object(f"{where}, launch", raw["launch"], tuple(_LAUNCH), ("amd", *_OPTIONAL))
+    launch = _object(f"{where}, launch", raw["launch"], tuple(_LAUNCH), ("amd", *_OPTIONAL, *_WORDS))
     amd = _object(f"{where}, launch.amd", launch.get("amd", {}), (), AMD_OPTIONS)
     if amd and not arch.startswith("gfx"):
         raise _bad(where, "launch.amd", amd, f"no options of AMD's compiler in a table for {arch}")
     for prefix, values, ranges in (("launch", launch, _LAUNCH | _OPTIONAL), ("launch.amd", amd, _AMD)):
         for name, number in values.items():
-            if name != "amd" and (not _is_int(number) or number not in ranges[name]):
+            if name != "amd" and name not in _WORDS and (not _is_int(number) or number not in ranges[name]):
                 raise _bad(where, f"{prefix}.{name}", number, ", ".join(map(str, ranges[name])))
+    for name, words in _WORDS.items():
+        if launch.get(name, words[0]) not in (words if kernel == "fused" else words[:1]):
+            allowed = ", ".join(map(repr, words)) + ("" if kernel == "fused" else f"; for {kernel} the first only")
+            raise _bad(where, f"launch.{name}", launch[name], allowed)
     if not isinstance(raw["measured"], bool):
         raise _bad(where, "measured", raw["measured"], "true or false")
     spill, reason = raw["spill_bytes"], raw.get("spill_reason", "")
@@ -240,8 +249,8 @@ def _entry(where: str, value: object, arch: str) -> Entry:
         raise _bad(
             where, "launch.max_registers", launch["max_registers"], f"no options of NVIDIA's compiler in a table for {arch}"
         )
-    numbers = {name: launch[name] for name in (*_LAUNCH, *_OPTIONAL) if name in launch}
-    return Entry(conditions, LaunchConfig(**numbers, amd=tuple(amd.items())), raw["measured"], spill, reason)
+    given = {name: launch[name] for name in (*_LAUNCH, *_OPTIONAL, *_WORDS) if name in launch}
+    return Entry(conditions, LaunchConfig(**given, amd=tuple(amd.items())), raw["measured"], spill, reason)
 
 
 def _condition(where: str, name: str, allowed: object) -> tuple[Any, ...]:

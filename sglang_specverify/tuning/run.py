@@ -176,7 +176,8 @@ class Gpu:
         from sglang_specverify.kernels.aot import compile_launch
 
         self._prepare(bucket)
-        return max(compile_launch(inputs.launches(config, self.arch)[-1], self.arch).spill_bytes for inputs in self._timed)
+        launches = (launch for inputs in self._timed for launch in inputs.launches(config, self.arch))
+        return max(compile_launch(launch, self.arch).spill_bytes for launch in launches)
 
     def _prepare(self, bucket: Bucket) -> None:
         from sglang_specverify.tuning.inputs import expect, make

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -13,7 +15,7 @@ import torch
 
 from benchmarks.compile_all import Case, Outcome, outcome_of, run
 from sglang_specverify.errors import SpecverifyError
-from sglang_specverify.kernels import aot
+from sglang_specverify.kernels import aot, aot_cases
 from sglang_specverify.kernels.aot_auxiliary import auxiliary
 from sglang_specverify.kernels.aot_cases import meta
 from sglang_specverify.kernels.aot_sparse_mla import launches_of
@@ -114,6 +116,24 @@ def handovers() -> dict[str, str]:
 
     out = meta(4, LENGTH, dtype=torch.float32)
     return {name: _binary(launch_of(name, out), "sm_90", packed=False).asm["ptx"] for name in CASES}
+
+
+def combining(arch: str, number: int) -> tuple[str, list[str]]:
+    """Assembly of a divided chain's attention (-2) or of the launch that combines its parts (-1), and `aot.problems` of it."""
+    import triton
+    from triton.compiler import make_backend
+
+    case = aot_cases.Case(arch, "fused_split", "chain", (64, 64), "bf16", 16, feature="head_scales", batch=1)
+    config, spills, _ = case.configured()
+    launch, target, log = case.launches(replace(config, combine="launch"))[number], from_arch(arch), io.StringIO()
+    with aot._compiler(target), contextlib.redirect_stdout(log):
+        source, options = aot._source(launch, make_backend(target.triton))
+        binary = triton.compile(source, target=target.triton, options=options.__dict__)
+    blank = aot.Compiled(launch.kernel.__name__, arch, 0, 0, 0, 0, binary.metadata.shared, {}, (), 0.0)
+    nvidia = target.backend == "cuda"
+    assembly = binary.asm["ptx" if nvidia else "amdgcn"]
+    compiled = aot._read_ptxas(blank, log.getvalue()) if nvidia else aot._read_amdgcn(blank, assembly)
+    return assembly, aot.problems(compiled, spill_bytes=spills if number == -2 else 0, matrix=False)
 
 
 def conversions_behind_the_packed_one(arch: str) -> tuple[str, str]:

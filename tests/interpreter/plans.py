@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,19 +39,25 @@ def block_n(a: dict[str, Any]) -> int:
 
 
 def divided(
-    a: dict[str, Any], starts: Sequence[Sequence[int]], *, order: Sequence[int] | None = None, kernel: str = "fused"
+    a: dict[str, Any],
+    starts: Sequence[Sequence[int]],
+    *,
+    order: Sequence[int] | None = None,
+    kernel: str = "fused",
+    combine: str = "last",
 ) -> Plan:
     """A plan in which the prefix of request r is divided at `starts[r]`, which begins with 0; the last part ends at L.
 
     Two equal starts make an empty part, which the specialised kernel does not know. `order`: the items' places, which is the
-    order in which the interpreter runs them.
+    order in which the interpreter runs them. `combine`: who combines the parts.
     """
     lens = a["prefix_lens"].tolist()
     count = sum(len(one) for one in starts)
     shape = plan_for(a, divide=True, kernel=kernel).shape
     # Room for all of them: there are bs + slots items and 2 slots partial results at the most.
     programs = max(shape.programs, (count + 1) * shape.row_tiles * shape.kv_heads)
-    plan = plan_for(a, divide=True, programs=programs, kernel=kernel)
+    config = None if combine == "last" else replace(shape.config, combine=combine)
+    plan = plan_for(a, divide=True, programs=programs, kernel=kernel, config=config)
     words = items(plan)
     # What an item says of its request beside its part, from the planner's own.
     of_request = {int(word[0]): word.clone() for word in words if word[0] >= 0}
@@ -61,6 +68,8 @@ def divided(
             row = of_request[r].clone()
             row[1:6] = torch.tensor([begin, stop, part, len(own), partial])
             rows.append(row)
+        if plan.combined_by_launch:
+            plan.buffer[plan.counters_at + 2 * r : plan.counters_at + 2 * r + 2] = torch.tensor([partial, len(own)])
         partial += len(own) if len(own) > 1 else 0
     assert len(rows) <= plan.capacity and partial <= plan.shape.partials(plan.batch)
     words[:, 0] = -1

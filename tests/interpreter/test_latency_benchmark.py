@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gate, inputs
-from benchmarks.latency import POINTS, TINY, kernel_of, lines, measure
+from benchmarks.latency import POINTS, TINY, kernel_of, lines, measure, ours
 from benchmarks.latency_arms import ABLATIONS, planned
 from sglang_specverify.kernels import fused_kernel
 
@@ -18,14 +18,14 @@ CHAIN = replace(TINY[0], q_heads=2, kv_heads=1, length=514)
 
 
 def test_points_are_told_apart() -> None:
-    assert len({point.name for point in POINTS}) == len(POINTS) == 11
+    assert len({point.name for point in POINTS}) == len(POINTS) == 21
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is for machines without a GPU")
 def test_dry_run() -> None:
     source = Path(str(fused_kernel.__file__))
-    row = measure(CHAIN, kernel_of(source), CPU)
-    assert set(row["arms"]) == {"default", "before"}
+    row = measure(CHAIN, kernel_of(source), CPU, ablations=True)
+    assert set(row["arms"]) == {*ours(inputs.make(CHAIN, CPU)), "before"}
     assert all(found["error"] <= gate.LIMIT for found in row["arms"].values()), lines(row)
     assert set(row["ablations"]) == set(ABLATIONS)
     assert not any(row["ablations"].values()), lines(row)

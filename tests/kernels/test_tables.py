@@ -87,6 +87,18 @@ def test_the_interpreter_and_unknown_hardware_follow_the_rule() -> None:
     assert tables.lookup("sm_90", "fused", replace(FACTS, q_bits=32))[1] == "rule: sm_90.json has no entry of fused for this call"
 
 
+def test_only_the_fused_kernel_s_parts_are_combined_by_a_launch() -> None:
+    text = render(
+        Table(
+            "sm_90", "3.8.0", "a test", {"fused": (), "tree_suffix": (Entry((), LaunchConfig(16, 16, 4, 1, combine="launch")),)}
+        )
+    )
+    with pytest.raises(
+        SpecverifyError, match=r"tree_suffix entry 0: launch.combine is 'launch'; .* for tree_suffix the first only"
+    ):
+        parse(text, "t.json")
+
+
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(ArgumentError, match="kernel: got 'fusd'; allowed: fused or tree_suffix or specialized"):
         tables.lookup("sm_90", "fusd", FACTS)
@@ -127,9 +139,12 @@ def test_what_is_written_is_what_is_read() -> None:
     entries = (
         Entry((("rows", (1, None)), ("kind", ("chain",)), ("split", (True,))), amd, True, 48, "12 us against 14 us without"),
         Entry((), amd),
+        Entry((), replace(amd, combine="launch")),
     )
     made = Table("gfx950", "3.8.0", 'a "note" − with more', {"fused": entries, "tree_suffix": ()})
     assert parse(render(made), "made") == made
+    # A table that says nothing has the last program combine, and says nothing when it is written.
+    assert render(made).count("combine") == 1
     assert parse(render(made, [{"candidate": 1, "microseconds": 2.5}]), "made") == made
 
 
@@ -161,6 +176,8 @@ def test_what_is_written_is_what_is_read() -> None:
         (table(entry(launch=LAUNCH | {"num_warps": True})), "launch.num_warps is True"),
         (table(entry(launch=LAUNCH | {"num_stages": 7})), "launch.num_stages is 7"),
         (table(entry(launch=LAUNCH | {"ctas_per_sm": 0})), "launch.ctas_per_sm is 0"),
+        (table(entry(launch=LAUNCH | {"combine": "first"})), "launch.combine is 'first'; allowed: 'last', 'launch'"),
+        (table(entry(launch=LAUNCH | {"combine": ["launch"]})), "launch.combine is ['launch']"),
         (table(entry(launch=LAUNCH | {"num_ctas": 2})), "fused entry 0, launch: num_ctas is 2; allowed: no such field"),
         (table(entry(launch={"block_m": 16})), "fused entry 0, launch: block_n is None; allowed: a value"),
         (

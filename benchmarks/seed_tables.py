@@ -51,6 +51,9 @@ def candidates(arch: str, kernel: str, rows: int, wide: bool) -> Iterator[Launch
     blocks = [block for block in (128, 64, 32, 16) if block <= max(16, rows)]
     for block_m, block_n, stages, chosen in product(blocks, (32, 16) if wide else (64, 32, 16), depths, options):
         for warps in (8,) if block_m == 128 else (4, 8):
+            # Eight wavefronts on four SIMDs are two on each: fewer cannot be asked for.
+            if amd and warps == 8 and dict(chosen)["waves_per_eu"] < 2:
+                continue
             yield LaunchConfig(block_m, block_n, warps, stages, 2 if rows <= 32 and kernel == "fused" else 1, chosen)
 
 

@@ -73,7 +73,7 @@ def compile_all(results: dict[str, Any]) -> list[str]:
     missing = [arch for arch in TARGETS if arch not in results["architectures"]]
     if results["only"] is not None:
         missing.append(f'launches whose name does not hold "{results["only"]}"')
-    return lines + _below(wrong, missing, "Not compiled")
+    return lines + _below(wrong, missing, "Not compiled as a whole")
 
 
 def _kernels(rows: list[dict[str, Any]]) -> str:

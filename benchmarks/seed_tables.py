@@ -75,7 +75,10 @@ def problems(case: aot_cases.Case, config: LaunchConfig, path: Path) -> list[str
 
 
 def parts(cases: Sequence[aot_cases.Case]) -> dict[Key, list[aot_cases.Case]]:
-    """The calls of an entry by their values of `AXES`."""
+    """The calls of an entry by their values of `AXES`.
+
+    Features are no axis: a table does not know them, and each part has the calls of several.
+    """
     out: dict[Key, list[aot_cases.Case]] = {}
     for case in cases:
         facts = case.facts()
@@ -134,7 +137,7 @@ def _narrowed(entry: Entry, values: dict[str, object]) -> tuple[tuple[str, tuple
 
 def main(
     arch: Annotated[str, typer.Option(help="Architecture whose table is rewritten.")],
-    cases: Annotated[int | None, typer.Option(min=1, help="Calls to compile for each entry.  [default: all]")] = None,
+    cases: Annotated[int | None, typer.Option(min=1, help="Calls to compile for each part of an entry.  [default: all]")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Begin with the largest candidates, not with the table's.")] = False,
     processes: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes.  [default: one for each core]")] = None,
 ) -> None:
@@ -156,10 +159,10 @@ def main(
                     made.append(entry)
                     continue
                 launches = {}
-                for key, cases_ in parts(served).items():
-                    among = _among(table.arch, kernel, entry, cases_, largest=largest)
+                for key, calls in parts(served).items():
+                    among = _among(table.arch, kernel, entry, calls, largest=largest)
                     named = f"{arch} {name}, {', '.join(f'{axis} {value}' for axis, value in zip(AXES, key, strict=True))}"
-                    launches[key] = seed(pool, named, among, spread(cases_, cases), path, console)
+                    launches[key] = seed(pool, named, among, spread(calls, cases), path, console)
                 made += joined(entry, launches)
                 done[kernel] = (*made, *entries[number + 1 :])
                 (FOLDER / f"{arch}.json").write_text(render(replace(table, kernels=done)), encoding="utf-8")

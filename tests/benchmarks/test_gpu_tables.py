@@ -80,8 +80,8 @@ def test_compile_all() -> None:
     assert table[2:4] == ["| sm_90 | 40 | 0 | 3 | 255 | 64 |", "| sm_100 | 40 | **10** | 3 | 255 | 64 |"]
     below = [line for line in table[4:] if line]
     assert below[0] == "FAILED: sm_100 fused chain rows0: spills registers: 4 bytes"
-    assert below[8:] == ["FAILED: 2 others", "Not compiled: sm_103, sm_107, gfx942, gfx950."]
+    assert below[8:] == ["FAILED: 2 others", "Not compiled as a whole: sm_103, sm_107, gfx942, gfx950."]
     part = gpu_tables.compile_all({"architectures": dict.fromkeys(TARGETS, row), "problems": {}, "only": "chain"})
-    assert part[-1] == 'Not compiled: launches whose name does not hold "chain".'
+    assert part[-1] == 'Not compiled as a whole: launches whose name does not hold "chain".'
     whole = gpu_tables.compile_all({"architectures": dict.fromkeys(TARGETS, row), "problems": {}, "only": None})
     assert len(whole) == 2 + len(TARGETS)

@@ -123,6 +123,20 @@ def summary(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def architectures(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
+    """Of every architecture: launches, those with a problem, those that spill what was accepted, and the most that they take."""
+    out: dict[str, dict[str, int]] = {}
+    for o in outcomes:
+        row = out.setdefault(o.arch, dict.fromkeys(("launches", "problems", "accepted_spills", "registers", "shared_bytes"), 0))
+        row["launches"] += 1
+        row["problems"] += bool(o.problems)
+        if o.compiled is not None:
+            row["accepted_spills"] += not o.problems and o.compiled.spill_bytes > 0
+            row["registers"] = max(row["registers"], o.compiled.registers)
+            row["shared_bytes"] = max(row["shared_bytes"], o.compiled.shared_bytes)
+    return out
+
+
 def main(
     arch: Annotated[list[str] | None, typer.Option(help="Only this architecture; may be given again.")] = None,
     out: Annotated[Path, typer.Option(help="Result file to write.")] = OUT,
@@ -164,6 +178,7 @@ def main(
         "only": only,
         "launches": len(outcomes),
         "problems": bad,
+        "architectures": architectures(outcomes),
         "entries": summary(outcomes),
         "resources": {o.name: o.text for o in outcomes},
     }

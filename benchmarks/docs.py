@@ -193,6 +193,7 @@ def profile(results: dict[str, Any]) -> list[str]:
 BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "backends": backends,
     "chains": chains,
+    "compile all": gpu_tables.compile_all,
     "determinism": determinism,
     "deterministic server": gpu_tables.deterministic_server,
     "dsv4 seam": gpu_tables.dsv4_seam,

@@ -1,8 +1,13 @@
-"""Tables of what `tests/gpu` ran on a GPU; `docs.py` puts them where pages ask for them."""
+"""Tables of what `tests/gpu` ran on a GPU, and of what was compiled for one; `docs.py` puts them where pages ask for them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from sglang_specverify.kernels.targets import TARGETS
+
+#: So many launches with a problem are named below a table.
+_SHOWN = 8
 
 
 def sparse_mla_cases(results: dict[str, Any]) -> list[str]:
@@ -70,6 +75,25 @@ def endurance(results: dict[str, Any]) -> list[str]:
     return lines + _below([" ".join(problem.split()) for problem in results.get("problems", ["it did not end"])], [])
 
 
+def compile_all(results: dict[str, Any]) -> list[str]:
+    """Launches compiled ahead of time, by architecture; below them those with a problem, the first of many."""
+    lines = [
+        "| architecture | launches compiled | with a problem | with accepted spills | most registers | most shared KB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arch, row in results["architectures"].items():
+        failed = f"**{row['problems']}**" if row["problems"] else "0"
+        counts = row["launches"], failed, row["accepted_spills"], row["registers"], row["shared_bytes"] // 1024
+        lines.append(f"| {arch} | {' | '.join(map(str, counts))} |")
+    wrong = [f"{name}: {'; '.join(texts)}" for name, texts in results["problems"].items()]
+    if len(wrong) > _SHOWN:
+        wrong[_SHOWN:] = [f"{len(wrong) - _SHOWN} others"]
+    missing = [arch for arch in TARGETS if arch not in results["architectures"]]
+    if results["only"] is not None:
+        missing.append(f'launches whose name does not hold "{results["only"]}"')
+    return lines + _below(wrong, missing, "Not compiled as a whole")
+
+
 def _kernels(rows: list[dict[str, Any]]) -> str:
     """The kernels that attended; the reducer is every one's."""
     return ", ".join(sorted({name for row in rows for name in row["kernels"]} - {"combine_kernel"}))
@@ -81,6 +105,6 @@ def _checks(row: dict[str, Any] | None) -> str:
     return f"{row['checks']}{' **FAILED**' if row['problems'] else ''}"
 
 
-def _below(wrong: list[str], missing: list[str]) -> list[str]:
+def _below(wrong: list[str], missing: list[str], what: str = "Not run") -> list[str]:
     lines = [line for text in wrong for line in ("", f"FAILED: {text}")]
-    return [*lines, "", f"Not run: {', '.join(missing)}."] if missing else lines
+    return [*lines, "", f"{what}: {', '.join(missing)}."] if missing else lines

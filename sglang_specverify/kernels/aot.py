@@ -26,8 +26,8 @@ from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.kernels.launch import AMD_OPTIONS, Launch
 from sglang_specverify.kernels.targets import Target, from_arch
 
-#: Raised whenever `Compiled` or its reading changes: results of an older version are not reused.
-_VERSION = 2
+#: Raised whenever `Compiled` or its reading changes, for all or for one vendor: results of an older version are not reused.
+_VERSION = {"cuda": 2, "hip": 3}
 
 #: Matrix instructions by what they are called in PTX or in AMD's assembly, and on NVIDIA what tells 8-bit operands.
 _MATRIX = {
@@ -52,7 +52,7 @@ class Compiled:
         registers: of a thread; on AMD vector and accumulation registers together.
         spill_stores, spill_loads: bytes of a thread that go to memory for want of registers. AMD's compiler counts
             spilled registers, not accesses: both are four bytes for each.
-        stack_bytes: memory of a thread, spills included.
+        stack_bytes: memory of a thread, spills included; on AMD 0 where no instruction touches what was set aside.
         shared_bytes: shared memory or LDS of a program.
         matrix_instructions: instruction, with what tells 8-bit operands behind it, and how often it stands in the code.
         warnings: what the compiler warned of.
@@ -145,7 +145,7 @@ def compile_launch(launch: Launch, arch: str, cache: Cache | None = None) -> Com
 
         backend = make_backend(target.triton)
         source, options = _source(launch, backend)
-        parts = (_VERSION, triton.__version__, source.hash(), backend.hash(), options.hash(), launch.options)
+        parts = (_VERSION[target.backend], triton.__version__, source.hash(), backend.hash(), options.hash(), launch.options)
         key = hashlib.sha256("-".join(map(str, parts)).encode()).hexdigest()
         if cache is not None and (found := cache.get(key)) is not None:
             return found
@@ -249,7 +249,11 @@ def _read_ptxas(blank: Compiled, log: str) -> Compiled:
 
 
 def _read_amdgcn(blank: Compiled, assembly: str) -> Compiled:
-    """With what the metadata in the assembly says. Scalar registers spill to lanes of vector registers, not to memory."""
+    """With what the metadata in the assembly says, which counts more than goes to memory.
+
+    Scalar registers spill to lanes of vector registers, and the frame that was set aside for them stays; vector registers
+    spill to accumulation registers while there are some. Memory is in it only where an instruction stores to it or loads from it.
+    """
 
     def number(name: str) -> int:
         found = re.search(rf"\.{name}:\s+(\d+)", assembly)
@@ -257,13 +261,14 @@ def _read_amdgcn(blank: Compiled, assembly: str) -> Compiled:
             raise SpecverifyError(f"no .{name} in the assembly of {blank.kernel}", "this Triton writes other metadata")
         return int(found[1])
 
-    spilled = 4 * number("vgpr_spill_count")
+    touched = re.search(r"\bscratch_(?:store|load)_", assembly) is not None
+    spilled = 4 * number("vgpr_spill_count") if touched else 0
     return replace(
         blank,
         registers=number("vgpr_count"),
         spill_stores=spilled,
         spill_loads=spilled,
-        stack_bytes=number("private_segment_fixed_size"),
+        stack_bytes=number("private_segment_fixed_size") if touched else 0,
         shared_bytes=max(blank.shared_bytes, number("group_segment_fixed_size")),
     )
 

@@ -69,6 +69,15 @@ def test_a_problem_is_in_the_file_and_in_the_exit_code(tmp_path: Path) -> None:
     assert "8 bytes stored" in next(text[0] for name, text in written["problems"].items() if "e4m3" in name)
     assert written["entries"]["sm_90 fused entry 0"]["spill_bytes"] == 8
     assert written["entries"]["sm_90 rule"]["problems"] == written["entries"]["sm_90 rule"]["launches"]
+    assert written["architectures"] == {
+        "sm_90": {
+            "launches": len(names),
+            "problems": len(written["problems"]),
+            "accepted_spills": 0,
+            "registers": 168,
+            "shared_bytes": 65536,
+        }
+    }
     for name in written["problems"]:
         assert name in result.output
 
@@ -78,6 +87,18 @@ def test_no_problem_is_exit_code_0(tmp_path: Path) -> None:
     result = run("--arch", "sm_90", "--only", "fused chain d128 bf16", "--out", str(tmp_path / "out.json"))
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "out.json").read_text())["problems"] == {}
+
+
+def test_spills_that_are_accepted_are_counted_apart() -> None:
+    spilling = Compiled(**{**vars(COMPILED), "spill_stores": 8})
+    outcomes = [
+        compile_all.Outcome("a", "sm_90", "fused entry 0", {}, spilling, []),
+        compile_all.Outcome("b", "sm_90", "fused entry 1", {}, spilling, ["spills registers"]),
+        compile_all.Outcome("c", "sm_90", "fused entry 1", {}, COMPILED, []),
+        compile_all.Outcome("d", "sm_90", "rule", {}, None, ["does not compile"]),
+    ]
+    row = compile_all.architectures(outcomes)["sm_90"]
+    assert (row["launches"], row["problems"], row["accepted_spills"]) == (4, 2, 1)
 
 
 def test_real_launches_are_compiled_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,23 @@ def test_a_launch_that_does_not_compile_is_reported(there: There) -> None:
         there(workers.checked, "misspelt", "sm_90", {})
 
 
+@pytest.mark.parametrize(
+    ("instructions", "spilled", "stack"),
+    [
+        # Two vector registers went to accumulation registers, and scalar ones to lanes of vector registers: memory has neither.
+        ("v_accvgpr_write_b32 a0, v1\n\tv_writelane_b32 v2, s3, 0", 0, 0),
+        ("scratch_store_dword off, v1, off offset:4", 8, 36),
+        ("scratch_load_dwordx2 v[0:1], off, off", 8, 36),
+    ],
+)
+def test_on_amd_only_what_an_instruction_touches_is_memory(instructions: str, spilled: int, stack: int) -> None:
+    metadata = {"vgpr_spill_count": 2, "private_segment_fixed_size": 36, "vgpr_count": 227, "group_segment_fixed_size": 0}
+    assembly = f"\t{instructions}\n" + "".join(f"    .{name}: {number}\n" for name, number in metadata.items())
+    compiled = aot._read_amdgcn(replace(FITS, arch="gfx942"), assembly)
+    assert (compiled.spill_stores, compiled.spill_loads, compiled.stack_bytes) == (spilled, spilled, stack)
+    assert compiled.registers == 227
+
+
 def test_each_limit_is_a_limit() -> None:
     assert aot.problems(FITS) == []
     only(aot.problems(replace(FITS, registers=256)), "256 registers; sm_90 has 255")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import docs, gpu_tables
+from sglang_specverify.kernels.targets import TARGETS
 from tests.gpu import sparse_mla_cases
 
 
@@ -69,3 +70,18 @@ def test_deterministic_server(problems: list[str], mark: str) -> None:
     assert lines[3].endswith("| not run |") and lines[4] == "| silent **FAILED** | | | | | |"
     failed = [line for line in lines[5:] if line]
     assert failed == [*(["FAILED: plugin: 1 of 22 requests differ"] if problems else []), "FAILED: silent: TimeoutError:"]
+
+
+def test_compile_all() -> None:
+    row = {"launches": 40, "problems": 0, "accepted_spills": 3, "registers": 255, "shared_bytes": 65536}
+    wrong = {f"sm_100 fused chain rows{n}": ["spills registers: 4 bytes"] for n in range(10)}
+    architectures = {"sm_90": row, "sm_100": row | {"problems": 10}}
+    table = gpu_tables.compile_all({"architectures": architectures, "problems": wrong, "only": None})
+    assert table[2:4] == ["| sm_90 | 40 | 0 | 3 | 255 | 64 |", "| sm_100 | 40 | **10** | 3 | 255 | 64 |"]
+    below = [line for line in table[4:] if line]
+    assert below[0] == "FAILED: sm_100 fused chain rows0: spills registers: 4 bytes"
+    assert below[8:] == ["FAILED: 2 others", "Not compiled as a whole: sm_103, sm_107, gfx942, gfx950."]
+    part = gpu_tables.compile_all({"architectures": dict.fromkeys(TARGETS, row), "problems": {}, "only": "chain"})
+    assert part[-1] == 'Not compiled as a whole: launches whose name does not hold "chain".'
+    whole = gpu_tables.compile_all({"architectures": dict.fromkeys(TARGETS, row), "problems": {}, "only": None})
+    assert len(whole) == 2 + len(TARGETS)

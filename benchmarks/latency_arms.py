@@ -72,12 +72,12 @@ def planned(
 
 @contextmanager
 def _shortest_part(keys: int | None) -> Iterator[None]:
-    before = MIN_CHUNKS["fused"]
-    MIN_CHUNKS["fused"] = keys or before
+    before = dict(MIN_CHUNKS)
+    MIN_CHUNKS.update({who: keys or least for who, least in before.items()})
     try:
         yield
     finally:
-        MIN_CHUNKS["fused"] = before
+        MIN_CHUNKS.update(before)
 
 
 def _in_order(launch: Launch) -> Launch:
@@ -124,8 +124,8 @@ def _one_tile_without_drafts(plan: Plan) -> None:
     _without_drafts(plan)
 
 
-#: The shortest parts that there can be.
-SHORTEST = ALIGN
+#: Parts of twice the shortest length that there can be.
+LONGER = 2 * ALIGN
 
 #: What is left out, by name.
 ABLATIONS: dict[str, Callable[[Plan], None]] = {

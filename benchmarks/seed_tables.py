@@ -58,7 +58,8 @@ def candidates(arch: str, kernel: str, rows: int, wide: bool) -> Iterator[Launch
 
 
 def smaller(config: LaunchConfig, among: Sequence[LaunchConfig]) -> list[LaunchConfig]:
-    """`config` itself and the candidates behind it; all of them where it is none."""
+    """`config` itself and the candidates behind it, all of them where it is none; each combines parts as it does."""
+    among = [replace(each, combine=config.combine) for each in among]
     return [config, *among[among.index(config) + 1 if config in among else 0 :]]
 
 

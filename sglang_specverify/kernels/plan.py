@@ -35,8 +35,8 @@ ITEM_WORDS = 8
 #: Boundaries of parts are multiples of this, and so of every block of keys.
 ALIGN = 128
 
-#: A shorter part costs more in combining than it saves, by the kernel that reads it.
-MIN_CHUNKS = {"fused": 256, "specialized": 384}
+#: A shorter part costs more in combining than it saves, by the kernel that reads it and by who combines (`launch.COMBINATIONS`).
+MIN_CHUNKS = {("fused", "last"): 256, ("fused", "launch"): 128, ("specialized", "last"): 384}
 
 #: In deterministic mode a prefix up to this long is one part.
 DETERMINISTIC_CHUNK = 1024
@@ -293,7 +293,7 @@ def plan_constants(plan: Plan, masks: Masks | None) -> dict[str, Any]:
         "DETERMINISTIC": deterministic,
         "BY_LAUNCH": plan.combined_by_launch,
         "MAX_SPLITS": plan.shape.max_splits if deterministic else 1,
-        "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel],
+        "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel, plan.shape.config.combine],
         "ALIGN": ALIGN,
         "BLOCK_BATCH": _block_batch(plan.batch) if divides else 16,
         "BLOCK_ITEMS": 64,

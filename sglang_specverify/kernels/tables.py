@@ -65,9 +65,7 @@ def rule(arch: str, kernel: str, facts: TableFacts) -> LaunchConfig:
         return LaunchConfig(_block_for(facts.rows, 64), 32, 4, 1 if wide else 2)
     block_m = _block_for(facts.rows, 128)
     stages = 2 if kernel == "tree_suffix" else 3
-    # A second launch was faster wherever both were measured, which was on SM90.
-    combine = "launch" if arch == "sm_90" and kernel == "fused" else "last"
-    return LaunchConfig(block_m, 32 if wide else 64, 8 if block_m > 64 else 4, stages, 2 if block_m <= 32 else 1, combine=combine)
+    return LaunchConfig(block_m, 32 if wide else 64, 8 if block_m > 64 else 4, stages, 2 if block_m <= 32 else 1)
 
 
 def _block_for(rows: int, most: int) -> int:

@@ -212,6 +212,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "soak": soak,
     "sparse mla": sparse_mla_tables.peers,
     "sparse mla profile": sparse_mla_tables.profile,
+    "sparse mla rows": sparse_mla_tables.rows_of_drafts,
     "sparse mla cases": gpu_tables.sparse_mla_cases,
     "sparse mla variants": sparse_mla_tables.variants,
 }

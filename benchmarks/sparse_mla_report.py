@@ -27,13 +27,17 @@ OTHERS = ("rows apart", "flashmla", "sglang triton", "gather + flashmla", "pytor
 COLUMNS = ("point", "floor", "ours", "again", "of floor", *OTHERS, "flashmla / ours")
 
 
+#: Results by point.
+Rows = dict[Point, dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Aim:
-    """What is demanded of points: `value` at least or at most `limit`."""
+    """What is demanded of points: `value` of a row, beside all others, at least or at most `limit`."""
 
     what: str
     of: Callable[[Point], bool]
-    value: Callable[[dict[str, Any], State], float | None]
+    value: Callable[[dict[str, Any], State, Rows], float | None]
     limit: float
     at_least: bool
 
@@ -53,15 +57,37 @@ def times_faster(row: dict[str, Any], state: State) -> float | None:
     return None if ours is None or theirs is None else theirs / ours
 
 
-def _own(row: dict[str, Any], state: State) -> float | None:
+def _gain(row: dict[str, Any], state: State, rows: Rows) -> float | None:
+    return times_faster(row, state)
+
+
+def _own(row: dict[str, Any], state: State, rows: Rows) -> float | None:
     return us(row, OURS, state)
+
+
+def _over_one_row(row: dict[str, Any], state: State, rows: Rows) -> float | None:
+    """What all rows of a request take, over what one takes."""
+    ours, one = us(row, OURS, state), rows.get(replace(Point(**row["point"]), queries=1, shared=False))
+    single = None if one is None else us(one, OURS, state)
+    return None if ours is None or single is None else ours / single
+
+
+def _over_floor(row: dict[str, Any], state: State, rows: Rows) -> float | None:
+    ours, floor = us(row, OURS, state), row.get("floor_us")
+    return None if ours is None or floor is None else ours / floor
+
+
+def _few(point: Point) -> bool:
+    return (point.queries, point.heads) == (6, 16) and point.batch <= 8
 
 
 AIMS = (
     Aim("times as fast as FlashMLA's SM90 path, 64 heads, one row",
-        lambda p: (p.heads, p.queries) == (64, 1) and p.topk > 0, times_faster, 1.5, at_least=True),
+        lambda p: (p.heads, p.queries) == (64, 1) and p.topk > 0, _gain, 1.5, at_least=True),
     Aim("us at B 1, K 512", lambda p: p == Point(1, 512), _own, 8.0, at_least=False),
     Aim("us at B 128, K 512", lambda p: p == Point(128, 512), _own, 20.0, at_least=False),
+    Aim("times one row: 6 rows, 16 heads, B to 8", lambda p: _few(p), _over_one_row, 2.5, at_least=False),
+    Aim("times the floor: 6 rows elsewhere", lambda p: p.queries == 6 and not _few(p), _over_floor, 1.3, at_least=False),
 )  # fmt: skip
 
 
@@ -91,21 +117,20 @@ def chains(results: dict[str, Any], state: State) -> list[list[str]]:
         ours = us(row, OURS, state)
         if point.queries == 1 or ours is None:
             continue
-        apart, one = us(row, "rows apart", state), rows.get(replace(point, queries=1, shared=False))
-        single = None if one is None else us(one, OURS, state)
-        ratios = [apart and apart / ours, times_faster(row, state), single and ours / single]
+        apart = us(row, "rows apart", state)
+        ratios = [apart and apart / ours, times_faster(row, state), _over_one_row(row, state, rows)]
         lines.append([point.name, number(ours), *(number(ratio, 2) for ratio in ratios)])
     return lines
 
 
 def judge(results: dict[str, Any]) -> list[list[str]]:
     """Each aim: what, its limit, and for both states how often it was met and where not."""
-    lines = []
+    lines, every = [], {Point(**row["point"]): row for row in results["points"]}
     for aim in AIMS:
         line = [aim.what, f"{'>=' if aim.at_least else '<='} {aim.limit:g}"]
         for state in get_args(State):
             rows = [row for row in results["points"] if aim.of(Point(**row["point"]))]
-            values = {row["name"]: value for row in rows if (value := aim.value(row, state)) is not None}
+            values = {row["name"]: value for row in rows if (value := aim.value(row, state, every)) is not None}
             missed = [f"{name}: {value:.2f}" for name, value in values.items() if not aim.holds(value)]
             if not values:
                 line.append("not measured")

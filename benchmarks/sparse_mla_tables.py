@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.sparse_mla_points import BATCHES, TOPKS, WINDOW, Point
-from benchmarks.sparse_mla_report import OTHERS, OURS, times_faster, us
+from benchmarks.sparse_mla_report import OTHERS, OURS, chains, times_faster, us
 from sglang_specverify.kernels.sparse_mla.launches import config_of
 from sglang_specverify.kernels.sparse_mla.splits import SparseConfig, divide
 
@@ -64,6 +64,15 @@ def peers(results: dict[str, Any]) -> list[str]:
             ratio = _both(times_faster(row, "warm"), times_faster(row, "cold"), 2)
             lines.append(f"| {batch} | {topk} | {' | '.join(cells)} | {ratio} |")
     return lines
+
+
+def rows_of_drafts(results: dict[str, Any]) -> list[str]:
+    """The same run, several query rows a request, cold: rows in shared tiles beside rows in tiles of their own."""
+    lines = [
+        "| requests, K, heads, rows | µs, packed | apart / packed | flashmla / packed | packed / one row |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [f"| {' | '.join(cells)} |" for cells in chains(results, "cold")]
 
 
 def profile(results: dict[str, Any]) -> list[str]:

@@ -55,8 +55,8 @@ def launches_of(arch: str, call: Call, contract: str, conversion: str | None = N
     batch, queries, heads, topk, swa_format, shared, shared_main, layout = call
     swa_format = swa_format if contract == "exact" else E4M3_SWA_FORMATS[0]
     a = _arguments((batch, queries, heads, topk, swa_format, shared, shared_main, layout), contract)
-    config = config_of(arch, tiles_of_rows(a), _PROGRAMS[arch], entries_of(a), contract=contract)
-    division = division_of(a, config, _PROGRAMS[arch])
+    config = config_of(arch, tiles_of_rows(a, a.packed), _PROGRAMS[arch], entries_of(a, a.packed), contract=contract)
+    division = division_of(a, config, _PROGRAMS[arch], a.packed)
     needed = workspace_bytes(batch, division)
     space = meta(needed, dtype=torch.uint8) if needed else None
     buffers = Buffers(

@@ -119,7 +119,7 @@ def graph_of(calls: list[dict[str, Any]], repeats: int, config: SparseConfig, sp
             )
         a = DecodeArguments(q, swa, main, call["sink"], 512**-0.5, 1.0)
         programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-        division = division_of(a, config, programs, splits)
+        division = division_of(a, config, programs, a.packed, splits)
         if not launches:
             out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
             needed = workspace_bytes(a.batch, division)

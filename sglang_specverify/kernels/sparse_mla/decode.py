@@ -27,7 +27,7 @@ from sglang_specverify.kernels.sparse_mla.arguments import E4M3_KEYS, DecodeArgu
 from sglang_specverify.kernels.sparse_mla.conversions import conversion_of
 from sglang_specverify.kernels.sparse_mla.formats import DIM
 from sglang_specverify.kernels.sparse_mla.hopper import hopper_launch
-from sglang_specverify.kernels.sparse_mla.launches import INTERPRETED_PROGRAMS, config_of
+from sglang_specverify.kernels.sparse_mla.launches import INTERPRETED_PROGRAMS, config_of, packs
 from sglang_specverify.kernels.sparse_mla.splits import Division, SparseConfig, divide, workspace_bytes
 
 _LOG2_E = 1.4426950408889634
@@ -71,7 +71,8 @@ def deepseek_v41_decode(
     """Attend; returns (out, lse). Looks at no value on the host: lengths and lists are read anew at every replay of a graph.
 
     Verify-aware packing: where all Sq rows of a request read one window list, swa_indices [B, 1, n], each its own range of it
-    from swa_starts, and H is below 64, up to 64 / H of them share a tile and the rows of the window are read once for it. A
+    from swa_starts, and H is below 64, up to 64 / H of them may share a tile, and the rows of the window are read once for it;
+    `launches.packs` says where they do. A
     chain's list is the slots of 128 + Sq - 1 consecutive positions, and row i starts at i. The main lists may be of each row's
     own: then they are read one after the other, each for its own row. A row of the pool that some rows of a tile see and
     others do not must be finite: a NaN in it reaches them all.
@@ -118,8 +119,10 @@ def deepseek_v41_decode(
     if splits is not None and checks.integer("splits", splits, 1) > 65535:
         raise ArgumentError("splits", splits, "65535 or fewer")
     programs = hardware.detect().multiprocessors if q.device.type == "cuda" else INTERPRETED_PROGRAMS
-    config = config or config_of(arch, tiles_of_rows(a), programs, entries_of(a), q.dtype == torch.bfloat16, contract)
-    division = division_of(a, config, programs, splits)
+    packed = _packed(a, arch, programs) if config is None else a.packed
+    bf16 = q.dtype == torch.bfloat16
+    config = config or config_of(arch, tiles_of_rows(a, packed), programs, entries_of(a, packed), bf16, contract)
+    division = division_of(a, config, programs, packed, splits)
     reads = _reads(a)
     out, lse = arguments.check_outputs(q, out, lse, reads)
     space = arguments.check_workspace(workspace, workspace_bytes(a.batch, division), q, {**reads, "out": out, "lse": lse})
@@ -128,28 +131,44 @@ def deepseek_v41_decode(
     return out, lse
 
 
-def tiles_of_rows(a: DecodeArguments) -> int:
-    """Tiles of 64 packed rows of all requests."""
-    return a.batch * -(-a.queries // _tokens(a)) * -(-a.heads // 64)
+def tiles_of_rows(a: DecodeArguments, packed: bool) -> int:
+    """Tiles of 64 rows of all requests; `packed`: rows of several tokens share them."""
+    return a.batch * -(-a.queries // _tokens(a, packed)) * -(-a.heads // 64)
 
 
-def entries_of(a: DecodeArguments) -> int:
+def entries_of(a: DecodeArguments, packed: bool) -> int:
     """Entries of lists that a tile of rows reads: main lists of each row's own one after the other."""
-    shared = a.main is None or a.main.shared
-    return a.swa.indices.shape[2] + (1 if shared else _tokens(a)) * a.topk
+    return _window(a, packed) + (1 if _shares_main(a) else _tokens(a, packed)) * a.topk
 
 
-def _tokens(a: DecodeArguments) -> int:
-    """Rows of one request in a tile of 64."""
-    return min(max(64 // a.heads, 1), a.queries) if a.packed else 1
-
-
-def division_of(a: DecodeArguments, config: SparseConfig, programs: int, splits: int | None = None) -> Division:
-    shared = a.main is None or a.main.shared
+def division_of(a: DecodeArguments, config: SparseConfig, programs: int, packed: bool, splits: int | None = None) -> Division:
     return divide(
-        a.batch, a.queries, a.heads, a.swa.indices.shape[2], a.topk, config, programs,
-        packed=a.packed, shared_main=shared, splits=splits,
+        a.batch, a.queries, a.heads, _window(a, packed), a.topk, config, programs,
+        packed=packed, shared_main=_shares_main(a), splits=splits,
     )  # fmt: skip
+
+
+def _packed(a: DecodeArguments, arch: str, programs: int) -> bool:
+    """Whether rows of one request share tiles: they can, and it is expected to be faster."""
+    return a.packed and packs(
+        arch, a.batch, a.queries, a.heads, (_window(a, True), _window(a, False)), a.topk, programs,
+        shared_main=_shares_main(a), bf16=a.q.dtype == torch.bfloat16, contract=a.contract,
+    )  # fmt: skip
+
+
+def _window(a: DecodeArguments, packed: bool) -> int:
+    """Entries of the window's list that a tile of rows is expected to read: of a chain's, which is longer by a token a row."""
+    width = a.swa.indices.shape[2]
+    return max(width - a.queries + _tokens(a, packed), 0) if a.packed else width
+
+
+def _shares_main(a: DecodeArguments) -> bool:
+    return a.main is None or a.main.shared
+
+
+def _tokens(a: DecodeArguments, packed: bool) -> int:
+    """Rows of one request in a tile of 64."""
+    return min(max(64 // a.heads, 1), a.queries) if packed else 1
 
 
 def decode_launches(

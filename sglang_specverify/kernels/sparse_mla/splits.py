@@ -28,6 +28,8 @@ class Costs:
         combine: the reducer, at the least.
         part: each part of a tile of rows that is written and read again.
         rows: each tile of rows that the reducer writes.
+        packed_start, packed_tile: what a program with several tokens' rows takes besides, and by which factor longer its tiles
+            take: which row sees which key is worked out for each of them.
     """
 
     start: float
@@ -35,6 +37,8 @@ class Costs:
     combine: float
     part: float
     rows: float
+    packed_start: float = 0.0
+    packed_tile: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -125,14 +129,16 @@ def parts_of(rows: int, tiles: int, programs: int, config: SparseConfig) -> int:
     return min(range(1, most + 1), key=lambda splits: microseconds(rows, tiles, splits, programs, costs))
 
 
-def microseconds(rows: int, tiles: int, splits: int, programs: int, costs: Costs) -> float:
+def microseconds(rows: int, tiles: int, splits: int, programs: int, costs: Costs, *, packed: bool = False) -> float:
     """What a call is expected to take: waves of programs, each with the tiles of its part, and the reducer behind them.
 
     Args:
         rows, tiles: tiles of rows of all requests, and tiles of keys of each.
+        packed: whether a tile holds rows of several tokens.
     """
     waves = -(-rows * splits // programs)
-    once = waves * (costs.start + costs.tile * -(-tiles // splits))
+    start, tile = (costs.start + costs.packed_start, costs.tile * costs.packed_tile) if packed else (costs.start, costs.tile)
+    once = waves * (start + tile * -(-tiles // splits))
     return once + (costs.combine + costs.part * rows * splits + costs.rows * rows if splits > 1 else 0.0)
 
 

@@ -129,7 +129,8 @@ RESULTS = {
 
 
 def test_verdicts() -> None:
-    ratio, least, most = sparse_mla_report.judge(RESULTS)
+    ratio, least, most, *none = sparse_mla_report.judge(RESULTS)
+    assert [line[2:] for line in none] == [["not measured"] * 2] * 2
     assert ratio[1:] == [">= 1.5", "FAIL 1/2; B 128 K 512 H 64 Sq 1: 1.45", "FAIL 1/2; B 128 K 512 H 64 Sq 1: 1.43"]
     assert least[1:] == ["<= 8", "pass 1/1", "FAIL 0/1; B 1 K 512 H 64 Sq 1: 8.50"]
     assert most[1:] == ["<= 20", "pass 1/1", "FAIL 0/1; B 128 K 512 H 64 Sq 1: 21.00"]
@@ -148,6 +149,11 @@ def test_several_rows_are_told_beside_one() -> None:
         {"flashmla": 9.0},
     ]
     found = {"points": [measured(point, **time) for point, time in zip(points, times, strict=True)]}
+    few, others = sparse_mla_report.judge(found)[3:]
+    assert few[1:] == ["<= 2.5", "FAIL 1/2; B 8 K 512 H 16 Sq 6: 3.00", "FAIL 1/2; B 8 K 512 H 16 Sq 6: 2.78"]
+    assert others[2:] == ["not measured"] * 2
+    wide = {"points": [measured(Point(8, 512, 64, 6), specverify=2.5), measured(Point(1, 0, 64, 6), specverify=3.0)]}
+    assert sparse_mla_report.judge(wide)[4][2] == "FAIL 1/2; B 1 K 0 H 64 Sq 6: 1.50"
     assert sparse_mla_report.chains(found, "warm") == [
         ["B 8 K 512 H 16 Sq 6", "24.0", "", "1.50", "3.00"],
         ["B 8 K 512 H 16 Sq 6 one list", "10.0", "2.50", "", "1.25"],

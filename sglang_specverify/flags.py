@@ -66,9 +66,9 @@ FLAGS = (
     Flag(
         f"{PREFIX}CHAIN_KERNEL",
         "auto",
-        "Chains, the steps of their drafts and draft extend over fa3, fa4 and aiter: left to FlashAttention and aiter "
-        "(auto), or served in one kernel (fused).",
-        ("auto", "fused"),
+        "Chains, the steps of their drafts and draft extend over fa3, fa4 and aiter: left to FlashAttention and aiter (base), or "
+        "served in one kernel (fused); auto leaves them but for verify over FlashAttention where few requests run at once.",
+        ("auto", "fused", "base"),
     ),
     Flag(
         f"{PREFIX}AITER_VERIFY",

@@ -82,7 +82,7 @@ def uses_mla(runner: ModelRunner) -> bool:
 def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
     """What this process serves, read from SGLang's published configuration and from the runner."""
     from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
-    from sglang.srt.runtime_context import get_exec, get_spec
+    from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
     spec = get_spec()
     unified = base == "aiter" and not uses_mla(runner) and _aiter_unified(runner)
@@ -98,6 +98,7 @@ def server_facts(runner: ModelRunner, base: str) -> ServerFacts:
         cuda_graph=runner.device == "cuda" and not cuda_graph_fully_disabled(),
         deterministic=bool(get_exec().deterministic.enable_deterministic_inference),
         context=int(runner.model_config.context_len or 0),
+        requests=int(get_schedule().max_running_requests or 0),
         splitkv_verify=flags.switch("SGLANG_ENABLE_SPLITKV_VERIFY"),
         unified=unified,
         unified_verify=unified and flags.switch("SGLANG_AITER_UNIFIED_VERIFY"),

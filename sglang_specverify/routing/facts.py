@@ -63,6 +63,8 @@ class ServerFacts:
     deterministic: bool = False
     #: The most tokens that a request may have; 0 where not known.
     context: int = 0
+    #: The most requests at once that the server was started with; 0 where it was not said.
+    requests: int = 0
     #: SGLang's own switch: whether its Triton backend may divide the prefix of a chain that it verifies.
     splitkv_verify: bool = True
     #: Over aiter: whether SGLang decodes by its unified attention, and whether it verifies chains by it.

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import Hardware
+from sglang_specverify.routing import chain
 from sglang_specverify.routing.base import Rejected
 from sglang_specverify.routing.facts import CallFacts, LayerFacts, LayerKind, Mode, ServerFacts
-from sglang_specverify.routing.rows import CLAIMED, FLASH, ROUTES, Case, Route
+from sglang_specverify.routing.rows import CLAIMED, FLASH, FP8_CACHES, ROUTES, Case, Route
 
 __all__ = ["CLAIMED", "ROUTES", "STOCK", "Case", "Decision", "Route", "decide", "require"]
 
@@ -117,8 +118,30 @@ def _by_design(case: Case) -> str | None:
     if case.server.base not in FLASH:
         return None
     if case.mode is Mode.DRAFT_EXTEND or (not case.is_tree and case.mode in CLAIMED):
-        return "FlashAttention keeps chains, their drafts and draft extend (SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
+        return _flash_keeps(case)
     return None
+
+
+def _flash_keeps(case: Case) -> str | None:
+    """Why a case of chains stays with FlashAttention, or None where it does not."""
+    takes = "(SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
+    if case.mode is not Mode.TARGET_VERIFY:
+        return f"FlashAttention keeps the drafts of chains and draft extend {takes}"
+    if case.flags.chain_kernel == "base":
+        return "SGLANG_SPECVERIFY_CHAIN_KERNEL=base"
+    server, layer = case.server, case.layer
+    plain = layer.kind is LayerKind.FULL and layer.window < 0 and layer.softcap == 0
+    plain = plain and not case.has_sinks and server.kv_cache_dtype not in FP8_CACHES
+    facts = chain.ChainFacts(
+        arch=case.hardware.arch,
+        rows=server.num_draft_tokens * max(layer.q_heads // max(layer.kv_heads, 1), 1),
+        head_dim=max(layer.head_dim, layer.v_head_dim),
+        requests=server.requests,
+        plain=plain,
+        deterministic=server.deterministic,
+    )
+    why = chain.keeps(facts)
+    return None if why is None else f"FlashAttention keeps chains {takes}: {why}"
 
 
 def _aiter_keeps(case: Case) -> str | None:

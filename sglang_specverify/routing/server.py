@@ -35,6 +35,7 @@ _VALUES = (
 _INTEGERS = (
     ("--page-size",),
     ("--context-length",),
+    ("--max-running-requests",),
     ("--tp-size", "--tensor-parallel-size", "--tp"),
     ("--dp-size", "--data-parallel-size", "--dp"),
     ("--attn-dp-size", "--attention-data-parallel-size"),
@@ -171,6 +172,7 @@ def server_facts(line: ServerLine, model: Description, base: str, has_gpu: bool)
         cuda_graph=has_gpu and graphs and line.values.get("--cuda-graph-backend-decode") != "disabled",
         deterministic="--enable-deterministic-inference" in line.switches,
         context=line.integers.get("--context-length", model.context),
+        requests=line.integers.get("--max-running-requests", 0),
         splitkv_verify=flags.switch("SGLANG_ENABLE_SPLITKV_VERIFY"),
         unified=unified,
         unified_verify=unified and flags.switch("SGLANG_AITER_UNIFIED_VERIFY"),

@@ -53,6 +53,7 @@ class Setup:
     context: int = 256
     slots: int = 1024
     pool_rows: int = 12
+    requests: int | None = None
     draft_window: int | None = None
     seed: int = 0
 
@@ -90,6 +91,7 @@ class Engine:
             # Two, not eight: each split is a program of the interpreter.
             triton_attention_num_kv_splits=2,
             enable_deterministic_inference=False,
+            max_running_requests=setup.requests,
         )
         self.server_args = self._published.install()
         # One rank of one: what a scheduler process learns when its groups are built.

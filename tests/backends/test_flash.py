@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBac
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_specverify.backends.flash import SpecverifyFlashBackend, SpecverifyFlashDraftBackend
+from sglang_specverify.routing import chain
 from tests.backends import batches, flash_stand_in
 from tests.backends.compare import kernels
 from tests.backends.engine import Engine, Setup
@@ -156,6 +157,22 @@ def test_chains_where_a_flag_asks(engine: Make, flash: list[Any], monkeypatch: p
     assert_ran(extender, draft_extend="fused")
     assert not flash
     assert not extender.supports_draft_extend_metadata_staging
+
+
+def test_verify_of_a_chain_where_few_requests_run_at_once(
+    engine: Make, flash: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plugin's kernel, beside drafts and draft extend that FlashAttention keeps."""
+    monkeypatch.setattr(chain, "ARCH", "none")
+    one = engine(CHAIN.but(requests=4))
+    add(one, LENGTHS)
+    backend = target(one)
+    check(one, backend, verify_batch(one, backend))
+    assert_ran(backend, target_verify="fused")
+    assert not flash
+    extender = SpecverifyFlashBackend(one.runner(is_draft=True), part="draft extend")
+    check_stock(one, extender, batches.draft_extend(one, one.runner(is_draft=True)))
+    assert kernels(extender.routes.report()) == {"draft_extend": {"stock"}} and len(flash) == 1
 
 
 def check_stock(one: Engine, backend: Any, batch: Any) -> None:

@@ -61,6 +61,29 @@ def test_chains_and_draft_extend_stay_with_flash_attention(base: str) -> None:
         assert ask(mode, server, chain_kernel="fused").kernel == "fused"
 
 
+@pytest.mark.parametrize("base", ["fa3", "fa4"])
+def test_a_chain_of_few_requests_is_verified_by_the_kernel_that_is_faster_there(base: str) -> None:
+    few = replace(CHAIN, base=base, requests=8)
+    assert ask(server=few).kernel == "fused" and ask(server=few).claimed
+    # Its drafts stay, and so does everything that was not compared.
+    for mode in (Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND):
+        assert "keeps the drafts of chains" in ask(mode, few).reason
+    assert ask(server=few, chain_kernel="base").reason.startswith("SGLANG_SPECVERIFY_CHAIN_KERNEL=base")
+    for server, said in (
+        (replace(few, requests=9), "9 requests at once"),
+        (replace(few, requests=0), "no limit of requests"),
+        (replace(few, deterministic=True), "deterministic"),
+        (replace(few, kv_cache_dtype="fp8_e4m3"), "FP8 cache"),
+        (replace(few, num_draft_tokens=9), "36 query rows"),
+    ):
+        decision = ask(server=server)
+        assert decision.kernel == "stock" and said in decision.reason, said
+    for layer in (WINDOW, replace(LAYER, kind=LayerKind.MLA), replace(LAYER, has_sinks=True), replace(LAYER, softcap=50.0)):
+        assert "full attention without sinks" in ask(server=few, layer=layer).reason
+    assert "head dims to 128" in ask(server=few, layer=replace(LAYER, head_dim=256, v_head_dim=256)).reason
+    assert "SM90 alone" in ask(server=few, hardware=from_name("sm_100")).reason
+
+
 def test_an_opt_out_wins_over_a_request() -> None:
     decision = ask(server=CHAIN, chain_kernel="fused", chain=False)
     assert not decision.served

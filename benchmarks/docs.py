@@ -204,6 +204,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "endurance": gpu_tables.endurance,
     "kernel profile": kernel_profile_counters.table,
     "kernels": kernels,
+    "latency": gpu_tables.latency,
     "long context engines": end_to_end_tables.long_contexts,
     "memory": memory,
     "parity": parity,

@@ -114,6 +114,4 @@ def long_contexts(results: dict[str, Any]) -> list[str]:
     faults = [
         f"{name} does not count: {text}" for name, engine in results["engines"].items() for text in engine.get("faults", ())
     ]
-    for text in [*long_plan.verdicts(results["cells"]), *failed, *faults]:
-        lines += ["", f"{text}."]
-    return lines
+    return [*lines, "", *(f"- {text}" for text in [*long_plan.verdicts(results["cells"]), *failed, *faults])]

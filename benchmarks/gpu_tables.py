@@ -70,7 +70,7 @@ def endurance(results: dict[str, Any]) -> list[str]:
             lines.append(f"| {name}{failed} | | | | | | |")
             continue
         counts = [server["requests"], len(server["failed"]), *(tokens[key] for key in ("compared", "wrong", "undecided"))]
-        kinds = ", ".join(f"{kind} {count}" for kind, count in server["kinds"].items() if not kind.endswith(", equal"))
+        kinds = ", ".join(f"{kind} {count}" for kind, count in server["kinds"].items() if ", " not in kind)
         lines.append(f"| {name}{failed} | {' | '.join(map(str, counts))} | {kinds} |")
     return lines + _below([" ".join(problem.split()) for problem in results.get("problems", ["it did not end"])], [])
 
@@ -92,6 +92,27 @@ def compile_all(results: dict[str, Any]) -> list[str]:
     if results["only"] is not None:
         missing.append(f'launches whose name does not hold "{results["only"]}"')
     return lines + _below(wrong, missing, "Not compiled as a whole")
+
+
+def latency(results: dict[str, Any]) -> list[str]:
+    """Short divided prefixes, cold: who combines their parts, beside FlashAttention."""
+    arms = {
+        "the last program": ("last", "default"),
+        "a second launch": ("launch", "launch, parts of 128 keys"),
+        "stock fa3": ("fa3",),
+    }
+    lines = [f"| call | {' | '.join(arms)} | fa3 / second launch |", "|---|" + "---|" * (len(arms) + 1)]
+    for row in results["points"]:
+        times = {}
+        for head, names in arms.items():
+            # Of names that mean the same, the one that this file has; of a launch the parts that are shipped.
+            found = [row["arms"][name]["cold"]["us"] for name in names if "cold" in row["arms"].get(name, {})]
+            times[head] = found[-1] if found else None
+        launch, stock = times["a second launch"], times["stock fa3"]
+        ratio = "" if launch is None or stock is None else f"{stock / launch:.2f}"
+        cells = ["" if us is None else f"{us:.1f}" for us in times.values()]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} | {ratio} |")
+    return lines
 
 
 def _kernels(rows: list[dict[str, Any]]) -> str:

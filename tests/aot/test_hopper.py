@@ -66,21 +66,23 @@ def test_handovers_are_what_they_are_named(made: tuple[str, str, dict[str, str]]
 
 
 def test_dispatch_of_verify_attention(pool: ProcessPoolExecutor) -> None:
-    """Its four parts are told by a table of jumps, whose index is read into 32 bits; nothing else is where the kernel is defined."""
+    """A table of jumps tells its four parts, with an index of 32 bits; where the kernel is defined, nothing else is accessed."""
     assembly, printed = pool.submit(workers.verifying).result()
     assert re.search(r"ld\.shared\.b8\s+%r\d+", assembly) and not re.search(r"ld\.shared\.b8\s+%rs\d+", assembly)
     compiled, at = parse(printed), begin_of("specialized_kernel")
     assert compiled is not None and at is not None and compiled.behind - compiled.first == 12
     named, there = "", []
     for line in assembly.splitlines():
-        if found := re.search(r"// (specialized_\w+\.py:\d+):", line):
+        if found := re.search(r"// (\w+\.py:\d+):", line):
             named = found[1]
-        if at.endswith(named) and (found := re.search(r"(?:st|ld)\.shared\S*\s.*?\[(?:global_smem|%r\d+)\+(\d+)\]", line)):
-            there.append((line.split()[0][:2], int(found[1])))
+        if "shared" in line and named and at.endswith(f" {named}"):
+            found = re.search(r"^\s*(st|ld)\.shared\.\S+\s.*\[(?:global_smem|%r\d+)\+(\d+)\]", line)
+            assert found, line
+            there.append((found[1], int(found[2])))
     # The question of a warp begins four bytes earlier: at the number of the first further warp.
     assert {what for what, _ in there} == {"ld", "st"}
     assert all(compiled.dispatches(place + 4 * (what == "ld")) for what, place in there)
     assert all(compiled.dispatches(place + byte) for what, place in there for byte in range(4) if what == "st")
     # Barriers of this project's end where they begin.
     barriers = re.findall(r"add\.s32 \s*%r\d+, %r\d+, (\d{5});", assembly)
-    assert max(int(place) for place in barriers) + 8 == compiled.first - 0
+    assert max(int(place) for place in barriers) + 8 == compiled.first

@@ -4,9 +4,10 @@
 
 Each is what the kernels with specialised warps do: one group writes a vector to shared memory, its warps meet, one thread arrives
 at an mbarrier, another group waits for that and reads. One more does not wait: a tool that has no report of it sees nothing. Two
-ask what a tool would follow: a barrier of both groups in place of the mbarrier, which orders as well, and an arrival of each writing
-thread. Gluon has that only as asynchronous copies make it, of which PTX orders the copies and says nothing of stores: a question to
+ask what a tool would follow: a barrier of both groups in place of the mbarrier, which orders as well, and an arrival of each
+writing thread. Gluon has that only as asynchronous copies make it, and PTX orders by it those copies and no stores: a question to
 the tool and no form for a kernel, and its result is not held to anything.
+
 Without racecheck on top it runs itself under it, where compute-sanitizer is installed.
 """
 

@@ -2,7 +2,8 @@
 
 Excused is a hazard at a byte by which the compiler's own code tells a further warp what to run (`launched.Compiled`): no source
 of this project reads or writes it. The kernel is the one that the report names, compiled as a launch of the same call had it.
-Everything else counts (`ordered` has the classes), and so does a report whose address or kernel is not known, or that the tool no longer printed.
+Everything else counts (`ordered` has the classes), and so does a report whose address or kernel is not known, or that the tool no
+longer printed.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m tests.interpreter.ordered sanitizers.json handovers.json --out sanitizers.json
 
-A hand-over is a write to shared memory, a barrier of the writing group, one thread's arrival at an mbarrier, the other group's wait
-there, and its read. PTX's memory model orders these, and the tool reports them nonetheless: `handovers` shows it of the smallest
-such kernels. So such a report says nothing, and is counted apart, neither as an error nor as clean: only where `handovers` had the
-right ones reported, and the wrong one told from them, on the same hardware by the same versions; and only for the statements in
-`HANDOVERS`, whose order a test reads from the source.
+A hand-over is a write to shared memory, a barrier of the writing group, one thread's arrival at an mbarrier, the other group's
+wait there, and its read. PTX's memory model orders these, and the tool reports them nonetheless: `handovers` shows it of the
+smallest such kernels. So such a report says nothing, and is counted apart, neither as an error nor as clean: only where
+`handovers` had the right ones reported, and the wrong one told from them, on the same hardware by the same versions; and only for
+the statements in `HANDOVERS`, whose order a test reads from the source.
 
 By itself this puts the reports of a recorded run into their classes. Its numbers stay as they are.
 """

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.docs import RESULTS, sanitizers as table
+from benchmarks.docs import RESULTS
+from benchmarks.docs import sanitizers as table
 
 from . import hazards, ordered
 from .handovers import CASES
@@ -78,7 +79,7 @@ def test_controls_hold_for_their_own_machine_and_say_which_is_wrong(other: str) 
         "versions": {"versions": found["versions"] | {"triton": "3.9.0"}},
         "told": {"cases": found["cases"] | {"nobody waits": found["cases"]["first group writes"]}},
         "right": {"cases": found["cases"] | {name: found["cases"]["nobody waits"] for name in KNOWN}},
-        "not reported": {"cases": found["cases"] | dict.fromkeys(KNOWN, [])},
+        "not reported": {"cases": found["cases"] | {name: [] for name in KNOWN}},
     }
     assert ordered.controls(None if other == "nothing" else found | changes[other], kept) == frozenset()
 
@@ -120,7 +121,11 @@ def test_dispatch_of_a_recorded_run() -> None:
     at = ordered.begin_of("specialized_kernel")
     one = group(str(at), kernel="specialized_kernel")
     assert at is not None and ordered.class_of(one, [one], KNOWN, again=True) == DISPATCH
-    for other in (one | {"kind": "WAR"}, one | {"kernel": "hopper_kernel"}, one | {"accesses": "Write at a.py:1 and Read at a.py:1"}):
+    for other in (
+        one | {"kind": "WAR"},
+        one | {"kernel": "hopper_kernel"},
+        one | {"accesses": "Write at a.py:1 and Read at a.py:1"},
+    ):
         assert ordered.class_of(other, [other], KNOWN, again=True) == ERROR
     assert ordered.begin_of("another") is None
 

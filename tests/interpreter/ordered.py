@@ -209,7 +209,8 @@ def main() -> int:
     results, found = (json.loads(path.read_text()) for path in (options.sanitizers, options.handovers))
     known = controls(found, results)
     again = {
-        "command": "python -m tests.interpreter.ordered", "handovers": found["date"], "controls": sorted(known),
+        "command": f"python -m tests.interpreter.ordered {options.sanitizers.name} {options.handovers.name}",
+        "handovers": found["date"], "controls": sorted(known),
         "dispatch": "of groups of hazards also by both accesses being at the line where their kernel is defined",
     }  # fmt: skip
     results = {**results, "read_again": again, "runs": sort(results["runs"], known, again=True)}

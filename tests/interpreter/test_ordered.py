@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import record
 from benchmarks.docs import RESULTS
 from benchmarks.docs import sanitizers as table
 
-from . import hazards, ordered
+from . import hazards, ordered, sanitizers
 from .handovers import CASES
 from .ordered import DISPATCH, ERROR, HANDED, HANDOVERS, KERNELS
 
@@ -20,14 +20,48 @@ ALPHA, FACTOR, BIAS = HANDOVERS
 KNOWN = frozenset({"first group writes", "second group writes"})
 
 
-def result(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}-h200.json").read_text())
-    return loaded
-
-
 def group(accesses: str, low: int = 214016, high: int = 214143, **how: Any) -> dict[str, Any]:
     usual = {"kernel": "hopper_kernel", "kind": "RAW", "at": hazards.OWN, "count": 3, "excused": False}
     return {**usual, "accesses": accesses, "offsets": [low, high], **how}
+
+
+def begin(kernel: str) -> str:
+    return str(ordered.begin_of(kernel))
+
+
+def run(*found: dict[str, Any], **reports: int) -> dict[str, Any]:
+    named = {one["accesses"]: one["count"] for one in found if not one["excused"]}
+    return {
+        "checker": "racecheck",
+        "sweep": "",
+        "state": "finished",
+        "hazards": list(found),
+        "wrong": [],
+        "reports": named | reports,
+    }
+
+
+#: What an H200 reported (driver 580.159.04, compute-sanitizer 2025.3.1, Triton 3.8.0), at the lines that statements have now.
+SPARSE = run(
+    group(ALPHA.accesses, 212992, 214015, count=13760),
+    group(begin("hopper_kernel"), 214960, 215035, count=87, at=hazards.DISPATCH, excused=True),
+    group(BIAS.accesses, count=1792),
+    group(BIAS.unnamed, count=1024),
+)
+VERIFY = run(group(begin("specialized_kernel"), 99844, 99883, kernel="specialized_kernel", count=72))
+MACHINE = {
+    "hardware": {"name": "NVIDIA H200", "driver": "580.159.04"}, "compute_sanitizer": "2025.3.1", "versions": {"triton": "3.8.0"},
+    "date": "2026-11-30 15:07 UTC",
+}  # fmt: skip
+_OWN = group("Write at handovers.py:44 and Read at handovers.py:57", 0, 255, kernel="handover_kernel")
+_DISPATCH = group("Write at handovers.py:61 and Read at handovers.py:61", 312, 319, at=hazards.DISPATCH, excused=True)
+HELD = {
+    **MACHINE,
+    "cases": {
+        "first group writes": [_OWN, _DISPATCH], "second group writes": [_OWN], "second group writes, stmatrix": [],
+        "nobody waits": [_OWN, _DISPATCH, _OWN | {"kind": "WAR"}],
+    },
+}  # fmt: skip
 
 
 def test_the_source_has_each_hand_over_in_its_order() -> None:
@@ -50,38 +84,49 @@ def test_the_source_has_each_hand_over_in_its_order() -> None:
         assert every == written + sum(f"{ring}." in one.read.text for one in HANDOVERS)
 
 
-def test_a_recorded_run_is_read_the_same_again() -> None:
-    kept, found = result("sanitizers"), result("handovers")
-    known = ordered.controls(found, kept)
+def test_what_an_h200_reported() -> None:
+    known = ordered.controls(HELD, MACHINE)
     assert known == KNOWN
-    raw = deepcopy(kept["runs"])
-    for run in raw:
-        run.pop("classes", None)
-        for one in run.get("hazards", []):
-            del one["class"]
-    assert ordered.sort(raw, known, again=True) == kept["runs"]
-    for run in kept["runs"]:
-        if run["checker"] == "racecheck":
-            # No report is lost between the classes.
-            assert sum(run["classes"].values()) == run["summary_errors"] == sum(one["count"] for one in run["hazards"])
-    # By the addresses alone, which a group has no longer, or without the controls, they are errors.
-    classes = [run.get("classes", {}) for run in ordered.sort(raw, frozenset())]
-    assert sum(one.get("errors", 0) for one in classes) == sum(run["summary_errors"] for run in raw if run["hazards"]) - 87
-    assert not any(one.get("hand-overs") for one in classes)
+    assert [one["classes"] for one in ordered.sort([SPARSE, VERIFY], known, again=True)] == [
+        {"errors": 0, "dispatch": 87, "hand-overs": 16576}, {"errors": 0, "dispatch": 72, "hand-overs": 0},
+    ]  # fmt: skip
+    # Without the controls, or of a run itself, which has each address, they are errors.
+    assert [one["classes"] for one in ordered.sort([SPARSE, VERIFY], frozenset())] == [
+        {"errors": 16576, "dispatch": 87, "hand-overs": 0}, {"errors": 72, "dispatch": 0, "hand-overs": 0},
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("other", ["hardware", "compute_sanitizer", "versions", "told", "right", "not reported", "nothing"])
-def test_controls_hold_for_their_own_machine_and_say_which_is_wrong(other: str) -> None:
-    kept, found = result("sanitizers"), result("handovers")
-    changes: dict[str, dict[str, Any]] = {
-        "hardware": {"hardware": found["hardware"] | {"driver": "1"}},
-        "compute_sanitizer": {"compute_sanitizer": "Version 2026"},
-        "versions": {"versions": found["versions"] | {"triton": "3.9.0"}},
-        "told": {"cases": found["cases"] | {"nobody waits": found["cases"]["first group writes"]}},
-        "right": {"cases": found["cases"] | {name: found["cases"]["nobody waits"] for name in KNOWN}},
-        "not reported": {"cases": found["cases"] | {name: [] for name in KNOWN}},
-    }
-    assert ordered.controls(None if other == "nothing" else found | changes[other], kept) == frozenset()
+def test_no_report_of_a_result_file_is_lost_between_the_classes() -> None:
+    kept, found = (json.loads((RESULTS / f"{name}-h200.json").read_text()) for name in ("sanitizers", "handovers"))
+    known, seen = ordered.controls(found, kept), 0
+    for one in kept["runs"]:
+        if "reports" not in one:
+            continue
+        excused = sum(hazard["count"] for hazard in one["hazards"] if hazard["excused"])
+        assert sum(one["classes"].values()) == sum(one["reports"].values()) + excused + len(one["wrong"])
+        seen += one["checker"] == "racecheck"
+        for hazard in one["hazards"]:
+            assert hazard["class"] != HANDED or (hazard["kind"] == "RAW" and known)
+    assert seen
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": {"name": "NVIDIA H200", "driver": "1"}},
+        {"hardware": {"name": "NVIDIA H100", "driver": "580.159.04"}},
+        {"compute_sanitizer": "2026"},
+        {"versions": {"triton": "3.9.0"}},
+        # The wrong one is not told, the right ones look like it, or are not reported.
+        {"cases": HELD["cases"] | {"nobody waits": [_OWN]}},
+        {"cases": HELD["cases"] | dict.fromkeys(KNOWN, HELD["cases"]["nobody waits"])},
+        {"cases": HELD["cases"] | dict.fromkeys(KNOWN, HELD["cases"]["second group writes, stmatrix"])},
+        {"cases": {}},
+    ],
+)
+def test_controls_hold_for_their_own_machine_and_say_which_is_wrong(change: dict[str, Any]) -> None:
+    assert ordered.controls(HELD | change, MACHINE) == frozenset()
+    assert ordered.controls(None, MACHINE) == frozenset()
 
 
 def test_what_is_a_hand_over() -> None:
@@ -110,7 +155,7 @@ def test_what_is_a_hand_over() -> None:
         (group(BIAS.unnamed, 214000), [group(BIAS.accesses)], KNOWN),
         (group(BIAS.unnamed), [group(ALPHA.accesses)], KNOWN),
         # Where a kernel is defined: of a run, whose addresses are there, no class of its own.
-        (group(str(ordered.begin_of("hopper_kernel"))), [], KNOWN),
+        (group(begin("hopper_kernel")), [], KNOWN),
     ],
 )  # fmt: skip
 def test_what_is_none(one: dict[str, Any], others: list[dict[str, Any]], known: frozenset[str]) -> None:
@@ -132,8 +177,8 @@ def test_dispatch_of_a_recorded_run() -> None:
 
 def test_reports_that_are_no_hazards_and_wrong_results_are_errors() -> None:
     found = [group(BIAS.accesses), group("Write at a.py:1 and Read at a.py:2", 0, 3, count=5), group("x", excused=True, count=7)]
-    run = {"hazards": found, "wrong": ["WRONG fused"], "reports": {"a": 3, "b": 5, "Invalid __global__ read": 11}}
-    (got, missing) = ordered.sort([run, {"state": "not run"}], KNOWN)
+    one = run(*found, invalid=11) | {"wrong": ["WRONG fused"]}
+    (got, missing) = ordered.sort([one, {"state": "not run"}], KNOWN)
     assert got["classes"] == {"errors": 17, "dispatch": 7, "hand-overs": 3} and missing == {"state": "not run"}
     assert [one["class"] for one in got["hazards"]] == [HANDED, ERROR, DISPATCH]
     about = {"checker": "racecheck", "sweep": "all", "calls": 4, "state": "finished"}
@@ -142,12 +187,39 @@ def test_reports_that_are_no_hazards_and_wrong_results_are_errors() -> None:
 
 
 def test_a_file_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "again.json"
-    paths = [str(RESULTS / f"{name}-h200.json") for name in ("sanitizers", "handovers")]
-    monkeypatch.setattr("sys.argv", ["ordered", *paths, "--out", str(out)])
-    assert ordered.main() == 0 and json.loads(out.read_text()) == result("sanitizers")
-    # A run on another machine is held to nothing: its reports are errors.
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(result("handovers") | {"compute_sanitizer": "another"}))
-    monkeypatch.setattr("sys.argv", ["ordered", paths[0], str(other), "--out", str(out)])
-    assert ordered.main() == 1
+    paths = [tmp_path / name for name in ("sanitizers.json", "handovers.json", "again.json")]
+    paths[0].write_text(
+        json.dumps({**MACHINE, "runs": [SPARSE, VERIFY, {"checker": "memcheck", "sweep": "", "state": "not run"}]})
+    )
+    monkeypatch.setattr("sys.argv", ["ordered", *map(str, paths[:2]), "--out", str(paths[2])])
+    # Controls of another machine are held to nothing: the reports are errors.
+    for cases, code in ((HELD, 0), (HELD | {"compute_sanitizer": "another"}, 1)):
+        paths[1].write_text(json.dumps(cases))
+        assert ordered.main() == code
+        got = json.loads(paths[2].read_text())
+        assert got["read_again"]["controls"] == ([] if code else sorted(KNOWN)) and got["hardware"] == MACHINE["hardware"]
+        # What the run said stands as it stood.
+        for kept, now in zip((SPARSE, VERIFY), got["runs"], strict=False):
+            assert now == kept | {"hazards": now["hazards"], "classes": now["classes"]}
+            assert [{k: v for k, v in one.items() if k != "class"} for one in now["hazards"]] == kept["hazards"]
+
+
+def test_a_run_is_held_to_its_controls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out, held = tmp_path / "sanitizers.json", tmp_path / "handovers.json"
+    held.write_text(json.dumps(HELD))
+    monkeypatch.setattr(sanitizers, "find", lambda: "tool")
+    monkeypatch.setattr(sanitizers, "version_of", lambda _: MACHINE["compute_sanitizer"])
+    monkeypatch.setattr(record, "environment", lambda: MACHINE)
+
+    def check(minutes: float, tool: str | None, save: Any) -> list[dict[str, Any]]:
+        save([SPARSE])
+        return [SPARSE]
+
+    monkeypatch.setattr(sanitizers, "check", check)
+    controls: tuple[tuple[list[str], int, int], ...] = (([], 1, 16576), (["--handovers", str(held)], 0, 0))
+    for extra, code, errors in controls:
+        monkeypatch.setattr("sys.argv", ["sanitizers", "--out", str(out), *extra])
+        assert sanitizers.main() == code
+        got = json.loads(out.read_text())
+        assert got["runs"][0]["classes"] == {"errors": errors, "dispatch": 87, "hand-overs": 16576 - errors}
+        assert got["command"].endswith("--minutes 8" + " --handovers handovers.json" * bool(extra))

@@ -162,12 +162,14 @@ def determinism(results: dict[str, Any]) -> list[str]:
 
 
 def sanitizers(results: dict[str, Any]) -> list[str]:
-    """What compute-sanitizer said of a sweep over the kernels."""
-    lines = ["| checker | sweep | calls | errors in kernels | state |", "|---|---|---|---|---|"]
+    """What compute-sanitizer said of a sweep over the kernels, by the classes of `tests.interpreter.ordered`."""
+    lines = ["| checker | sweep | calls | errors | dispatch | hand-overs | state |", "|---|---|---|---|---|---|---|"]
     for run in results["runs"]:
-        if run["checker"] != "none":
-            errors = sum(run["reports"].values()) + len(run["wrong"])
-            lines.append(f"| {run['checker']} | {run['sweep']} | {run['calls']} | {errors} | {run['state']} |")
+        if run["checker"] == "none":
+            continue
+        classes = run.get("classes", {})
+        counts = " | ".join(str(classes.get(name, "-")) for name in ("errors", "dispatch", "hand-overs"))
+        lines.append(f"| {run['checker']} | {run['sweep']} | {run.get('calls', 0)} | {counts} | {run['state']} |")
     return lines
 
 

@@ -110,6 +110,17 @@ def hopper(batch: int) -> tuple[str, str, dict[str, str]]:
     return binary.asm["ptx"], str(compiled_of(binary, launch.options["num_warps"])), handovers()
 
 
+def verifying() -> tuple[str, str]:
+    """Assembly of verify attention with specialised warps, and which of its shared memory is the compiler's own."""
+    from sglang_specverify.kernels.aot_specialized import SpecializedCase
+    from tests.interpreter.launched import compiled_of
+
+    case = SpecializedCase(aot_cases.Case("sm_90", "fused", "chain", (64, 64), "bf16", 256))
+    launch = case.launch(case.configured()[0])
+    binary = _binary(launch, "sm_90", packed=False)
+    return binary.asm["ptx"], str(compiled_of(binary, launch.options["num_warps"]))
+
+
 def handovers() -> dict[str, str]:
     """Assembly of each of `tests.interpreter.handovers`."""
     from tests.interpreter.handovers import CASES, LENGTH, launch_of

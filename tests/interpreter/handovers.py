@@ -3,7 +3,11 @@
     python -m tests.interpreter.handovers --out handovers.json
 
 Each is what the kernels with specialised warps do: one group writes a vector to shared memory, its warps meet, one thread arrives
-at an mbarrier, another group waits for that and reads. One more does not wait: a tool that has no report of it sees nothing.
+at an mbarrier, another group waits for that and reads. One more does not wait: a tool that has no report of it sees nothing. Two
+ask what a tool would follow: a barrier of both groups in place of the mbarrier, which orders as well, and an arrival of each
+writing thread. Gluon has that only as asynchronous copies make it, and PTX orders by it those copies and no stores: a question to
+the tool and no form for a kernel, and its result is not held to anything.
+
 Without racecheck on top it runs itself under it, where compute-sanitizer is installed.
 """
 
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from sglang_specverify.kernels.launch import Launch
 from sglang_specverify.kernels.sparse_mla.hopper_parts import barrier
@@ -27,13 +31,15 @@ from . import hazards, launched, sanitizers
 
 LENGTH = 64
 #: Name: whether the first group writes (four warps, which meet at barrier 0) or the second (eight, at one of their own), whether
-#: the compiler writes with `stmatrix`, whether the first group meets at another barrier besides, and whether the reader waits.
+#: the compiler writes with `stmatrix`, whether the first group meets at another barrier besides, and what the reader waits for.
 CASES = {
-    "first group writes": (True, False, False, True),
-    "first group writes, own barrier": (True, False, True, True),
-    "second group writes": (False, False, False, True),
-    "second group writes, stmatrix": (False, True, False, True),
-    "nobody waits": (True, False, False, False),
+    "first group writes": (True, False, False, "one arrival"),
+    "first group writes, own barrier": (True, False, True, "one arrival"),
+    "second group writes": (False, False, False, "one arrival"),
+    "second group writes, stmatrix": (False, True, False, "one arrival"),
+    "first group writes, barrier of both": (True, False, False, "barrier"),
+    "first group writes, every thread arrives": (True, False, False, "arrivals"),
+    "nobody waits": (True, False, False, ""),
 }
 
 
@@ -46,13 +52,20 @@ def _write(
         gl.inline_asm_elementwise("bar.sync 7, 128; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
         barrier()
-    mbarrier.arrive(full.index(0), count=1)
+    if WAITS == "barrier":
+        gl.inline_asm_elementwise("bar.arrive 8, 384; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif WAITS == "arrivals":
+        async_copy.mbarrier_arrive(full.index(0), increment_count=False)
+    else:
+        mbarrier.arrive(full.index(0), count=1)
 
 
 @gluon.jit
 def _read(out, ring, full, LENGTH: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr, OWN: gl.constexpr, WAITS: gl.constexpr):
     rows: gl.constexpr = gl.BlockedLayout([2], [32], [8 if FIRST else 4], [0])
-    if WAITS:
+    if WAITS == "barrier":
+        gl.inline_asm_elementwise("bar.sync 8, 384; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif WAITS != "":
         mbarrier.wait(full.index(0), 0)
     gl.store(out + gl.program_id(0) * LENGTH + gl.arange(0, LENGTH, rows), ring.index(0).load(rows))
 
@@ -67,7 +80,7 @@ def handover_kernel(out, LENGTH: gl.constexpr, FIRST: gl.constexpr, MATRIX: gl.c
     rows: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0]) if FIRST else gl.SliceLayout(1, four)
     ring = gl.allocate_shared_memory(gl.float32, [1, LENGTH], flat if MATRIX else pairs)
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(full.index(0), count=128 if WAITS == "arrivals" else 1)
     if FIRST:
         gl.warp_specialize(
             [
@@ -93,14 +106,14 @@ def launch_of(name: str, out: torch.Tensor) -> Launch:
 
 
 def run() -> int:
-    """Each once, its result held to what was written where the reader waited for it."""
+    """Each once, its result held to what was written where the reader waited for what orders it."""
     want = torch.arange(1, LENGTH + 1, dtype=torch.float32).expand(4, -1)
     wrong = 0
-    for name, (*_, waits) in CASES.items():
+    for name, (*_, waits_for) in CASES.items():
         out = torch.zeros(4, LENGTH, device="cuda")
         with launched.noting() as noted:
             launch_of(name, out).run()
-        right = torch.equal(out.cpu(), want) or not waits
+        right = torch.equal(out.cpu(), want) or waits_for not in ("one arrival", "barrier")
         wrong += not right
         print(*sorted(noted), f"{'ok   ' if right else 'WRONG'} {name}", sep="\n", flush=True)
     return wrong
@@ -137,7 +150,9 @@ def main() -> int:
         for one in found.get(name, ["not run"]) or ["no hazard"]:
             print(f"{name}: {one}")
     if options.out is not None:
-        record.write(options.out, {"compute_sanitizer": sanitizers.version_of(tool), "exit_code": code, "cases": found})
+        said = f"python -m tests.interpreter.handovers --out {options.out.name}"
+        about = {"command": said, "compute_sanitizer": sanitizers.version_of(tool), "exit_code": code}
+        record.write(options.out, {**about, "cases": found})
     return 0 if found.keys() == CASES.keys() else 1
 
 

@@ -2,7 +2,8 @@
 
 Excused is a hazard at a byte by which the compiler's own code tells a further warp what to run (`launched.Compiled`): no source
 of this project reads or writes it. The kernel is the one that the report names, compiled as a launch of the same call had it.
-Everything else counts, and so does a report whose address or kernel is not known, or that the tool no longer printed.
+Everything else counts (`ordered` has the classes), and so does a report whose address or kernel is not known, or that the tool no
+longer printed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _CALL = re.compile(r"^(?:ok   |WRONG) ")
 
 #: Where a hazard is excused.
 DISPATCH = "the compiler's dispatch of warps"
+#: Where it is not.
+OWN = "the kernel's own shared memory"
 
 
 @dataclass
@@ -54,7 +57,7 @@ def place_of(hazard: _Hazard, launched: Iterable[Compiled]) -> str:
         return "unknown: no such kernel was launched"
     if all(one.dispatches(offset) for one in variants):
         return DISPATCH
-    return "the kernel's own shared memory" if all(0 <= offset < one.shared for one in variants) else "beyond its shared memory"
+    return OWN if all(0 <= offset < one.shared for one in variants) else "beyond its shared memory"
 
 
 def read(output: str) -> tuple[list[dict[str, Any]], int]:

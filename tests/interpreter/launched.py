@@ -11,8 +11,9 @@ from unittest import mock
 
 from sglang_specverify.kernels.launch import Launch
 
-#: How a kernel with specialised warps asks which part is its warp's: a byte at a place and the number of the warp.
-_ASKS = re.compile(r"ld\.shared\.b8\s+%rs\d+, \[%r\d+\+(\d+)\];")
+#: How a kernel with specialised warps asks which part is its warp's: a byte at a place and the number of the warp, read into 16
+#: bits or, where the compiler makes a table of jumps of it, 32.
+_ASKS = re.compile(r"ld\.shared\.b8\s+%rs?\d+, \[%r\d+\+(\d+)\];")
 _PRINTED = re.compile(r"^kernel (\w+): shared (\d+), dispatch (\d+) to (\d+)$")
 
 

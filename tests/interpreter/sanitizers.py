@@ -5,12 +5,15 @@
 First the sweep runs without one, a process for each operation, which compiles what it needs; then under each checker, the
 specialised kernel by itself, since a checker may not get through its waiting warps. Each run has a share of the time that is
 left, prints its calls as they end, and is written to the file when it has ended. Exits with 1 if a checker or the sweep reported
-an error; a checker that is missing, or that refuses the device, is recorded as not run, with the reason.
+an error; a checker that is missing, or that refuses the device, is recorded as not run, with the reason. Reports of hand-overs
+between groups of warps are counted apart (`ordered`) with `--handovers`, a result of `tests.interpreter.handovers` on the same
+machine; without it they are errors.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -25,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import hazards
+from . import hazards, ordered
 
 #: The operations of the sweep, as its calls' names begin or hold them.
 OPERATIONS = (
@@ -206,19 +209,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--handovers", type=Path, help="a result of tests.interpreter.handovers on this machine")
     options = parser.parse_args()
     from benchmarks import record
 
     tool = find()
     version = None if tool is None else version_of(tool)
     command = f"python -m tests.interpreter.sanitizers --minutes {options.minutes:g}"
+    found = None if options.handovers is None else json.loads(options.handovers.read_text())
+    if found is not None:
+        command += f" --handovers {options.handovers.name}"
+    known = ordered.controls(found, {**record.environment(), "compute_sanitizer": version})
+    if found is not None and not known:
+        print(f"{options.handovers.name} says nothing of this machine: hand-overs are errors", flush=True)
 
     def save(results: list[dict[str, Any]]) -> None:
         if options.out is not None:
-            record.write(options.out, {"command": command, "compute_sanitizer": version, "runs": results})
+            about = {"command": command, "compute_sanitizer": version, "controls": sorted(known)}
+            record.write(options.out, {**about, "runs": ordered.sort(results, known)})
 
-    results = check(options.minutes, tool, save)
-    return 1 if any(one.get("reports") or one.get("wrong") for one in results) else 0
+    results = ordered.sort(check(options.minutes, tool, save), known)
+    for one in results:
+        print(one["checker"], one["sweep"], one.get("classes", one["state"]))
+    return 1 if any(one.get("classes", {}).get("errors") for one in results) else 0
 
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ def test_dispatch_bytes_of_a_compiled_kernel() -> None:
     asks = "\tld.shared.b8 \t%rs3, [%r84+214988];\n"
     found = compiled_of(binary("hopper_kernel", 215016, 16, asks), 4)
     assert found == SPARSE and parse(str(found)) == found
+    # Of more parts the compiler makes a table of jumps, whose index is of 32 bits.
+    assert compiled_of(binary("hopper_kernel", 215016, 16, asks.replace("%rs3", "%r139")), 4) == SPARSE
     # No further warps, two such reads, none, or one that cannot be it: nothing is the compiler's.
     for shared, warps, ptx in ((215016, 4, asks), (215016, 16, 2 * asks), (215016, 16, ""), (215000, 16, asks)):
         found = compiled_of(binary("k", shared, warps, ptx), 4)

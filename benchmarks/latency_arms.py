@@ -14,7 +14,7 @@ import torch
 from benchmarks.arms import Call, arguments_of, make_plan
 from benchmarks.inputs import Inputs
 from sglang_specverify.kernels.fused import split_of
-from sglang_specverify.kernels.fused_combine import fused_launches
+from sglang_specverify.kernels.combine_parts import fused_launches
 from sglang_specverify.kernels.launch import Launch, arch_of
 from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
 

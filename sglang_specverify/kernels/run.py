@@ -7,8 +7,8 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import check_plan, packed_rows, refusal, split_of, tree_of
 from sglang_specverify.kernels.combine_parts import fused_launches, specialized_launches
+from sglang_specverify.kernels.fused import check_plan, packed_rows, refusal, split_of, tree_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, Shape, plan_launch, with_buffer
 from sglang_specverify.kernels.reference import Result, run_draft_decode, run_verify

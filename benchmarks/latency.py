@@ -35,6 +35,8 @@ from benchmarks.latency_arms import ABLATIONS, LONGER, planned
 from benchmarks.measure import why
 from benchmarks.points import Point
 from benchmarks.stock import FLASH_ATTENTION
+from benchmarks.wide_trees import POINTS as WIDE_TREES
+from benchmarks.wide_trees import TREE_TILE, arms_of
 
 #: (bs, L, W, query heads, KV heads), in the order in which they are measured, the drafts behind the first five.
 _CHAINS = (
@@ -49,6 +51,7 @@ POINTS = (
     *(Point("tree", 1, width, 8192) for width in (16, 32)),
     *_CHAIN_POINTS[5:],
     *(Point("draft", batch, topk, length) for batch, length, topk in _DRAFTS[4:]),
+    *WIDE_TREES,
 )
 _SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
 #: For a dry run: prefixes that the interpreter's plan divides.
@@ -64,13 +67,14 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a fused_kernel.py of another commit, to be timed as the arm `before`")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run, in Triton's interpreter")
     parser.add_argument("--ablations", action="store_true", help="time what is left where chains leave out a part of their work")
+    parser.add_argument("--kind", choices=("chain", "draft", "tree"), help="only points of this kind")
     parser.add_argument("--compile", metavar="N/OF", help="run every OFth point once, from the Nth on, untimed, and stop")
     options = parser.parse_args()
     begin = time.monotonic()
     device = torch.device(options.device)
     kernel = None if options.before is None else kernel_of(options.before)
     tiny = device.type != "cuda"
-    points = TINY if tiny else POINTS
+    points = [point for point in (TINY if tiny else POINTS) if options.kind in (None, point.kind)]
     if options.compile:
         first, step = map(int, options.compile.split("/"))
         for point in points[first::step]:
@@ -78,7 +82,7 @@ def main() -> None:
             for _, build in ours(made, kernel).values():
                 build()(0)
         return
-    jobs = [] if tiny else _compilers(options.before)
+    jobs = [] if tiny else _compilers(options.before, options.kind)
     results: dict[str, Any] = {"points": []}
     _wait(jobs, begin + 0.5 * options.seconds)
     print(f"compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
@@ -92,10 +96,11 @@ def main() -> None:
         record.write(options.out, results)
 
 
-def _compilers(before: Path | None) -> list[subprocess.Popen[bytes]]:
+def _compilers(before: Path | None, kind: str | None) -> list[subprocess.Popen[bytes]]:
     """Processes that compile: one for each processor but two, and no more than points."""
     count = max(1, min(len(POINTS), (os.cpu_count() or 1) - 2))
     command = [sys.executable, "-m", "benchmarks.latency", *([] if before is None else ["--before", str(before)])]
+    command += [] if kind is None else ["--kind", kind]
     return [subprocess.Popen([*command, "--compile", f"{number}/{count}"]) for number in range(count)]
 
 
@@ -128,7 +133,7 @@ def ours(made: inputs.Inputs, before: Any = None) -> dict[str, tuple[str, Callab
     }
     if before is not None:
         builders["before"] = ("arms", lambda: planned(made, combine="last", kernel=before))
-    return builders
+    return builders | {name: ("arms", build) for name, build in arms_of(made).items()}
 
 
 def measure(point: Point, before: Any, device: torch.device, *, ablations: bool = False) -> dict[str, Any]:
@@ -188,7 +193,7 @@ def _stock(point: Point, device: torch.device) -> list[Arm]:
     # Without a GPU a package of that name stands in for SGLang's own, and its FlashAttention is none.
     if device.type != "cuda" or importlib.util.find_spec("sgl_kernel") is None:
         return []
-    return [arm for arm in FLASH_ATTENTION if arm.name == "fa3" and point.kind in arm.kinds]
+    return [arm for arm in (*FLASH_ATTENTION, TREE_TILE) if arm.name in ("fa3", TREE_TILE.name) and point.kind in arm.kinds]
 
 
 def kernel_of(path: Path) -> Any:

@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.arms import Call, arguments_of, make_plan
 from benchmarks.inputs import Inputs
+from sglang_specverify.hardware import detect
+from sglang_specverify.kernels.combine_parts import fused_launches, specialized_launches
 from sglang_specverify.kernels.fused import split_of
-from sglang_specverify.kernels.fused_combine import fused_launches
 from sglang_specverify.kernels.launch import Launch, arch_of
 from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
 
@@ -22,6 +23,7 @@ from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
 def planned(
     made: Inputs,
     *,
+    variant: str = "fused_split",
     combine: str = "",
     early: bool = True,
     least: int | None = None,
@@ -31,6 +33,7 @@ def planned(
     """Calls with a plan and scratch that were made before.
 
     Args:
+        variant: "fused_split" or "specialized_split".
         combine: who combines the parts, "last" or "launch"; as the tables say where empty.
         early: a second launch may start before the first one has ended, where the device can do that.
         least: keys of the shortest part that is worth a program; what the planner thinks where None.
@@ -38,9 +41,9 @@ def planned(
         kernel: in place of the fused kernel; it gets those of its constants that it knows.
     """
     with _shortest_part(least):
-        plan: Plan = make_plan(made, "fused_split")
+        plan: Plan = make_plan(made, variant)
         if combine and combine != plan.shape.config.combine:
-            plan = make_plan(made, "fused_split", replace(plan.shape.config, combine=combine))
+            plan = make_plan(made, variant, replace(plan.shape.config, combine=combine))
     arguments, problem = arguments_of(made)
     if tamper is not None:
         tamper(plan)
@@ -50,7 +53,11 @@ def planned(
     layers = []
     for layer in range(made.layers):
         a = replace(arguments, k_cache=made.k[layer], v_cache=made.v[layer])
-        launches = fused_launches(a, problem, out, None, plan.shape.config, arch_of(out.device), plan=plan, split=split)
+        if variant == "fused_split":
+            launches = fused_launches(a, problem, out, None, plan.shape.config, arch_of(out.device), plan=plan, split=split)
+        else:
+            programs = detect().multiprocessors
+            launches = specialized_launches(a, problem, out, None, plan.shape.config, programs=programs, plan=plan, split=split)
         if not early:
             launches = [_in_order(launch) for launch in launches]
         if kernel is not None:

@@ -9,6 +9,7 @@ import torch
 
 from sglang_specverify.kernels.aot_cases import CACHES, DIMS, Case, cache_type, meta
 from sglang_specverify.kernels.aot_sparse_mla import ACCEPTED_SPILLS, sparse_mla
+from sglang_specverify.kernels.aot_specialized import SpecializedCase
 from sglang_specverify.kernels.compact import CompactArguments, compact_visible_slots_launch
 from sglang_specverify.kernels.gather_suffix import SuffixArguments, gather_suffix_merge_launch
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
@@ -18,6 +19,7 @@ from sglang_specverify.kernels.plan import Masks, Plan, Shape, Tree, plan_launch
 from sglang_specverify.kernels.snapshot import snapshot_table_launch
 from sglang_specverify.kernels.sparse_mla.formats import DIM, FORMATS, ROW_LAYOUTS, Format
 from sglang_specverify.kernels.sparse_mla.quantize import MIN_AMAX, quantize_cache_launch
+from sglang_specverify.kernels.specialized import ARCH, HEAD_DIMS
 from sglang_specverify.kernels.step import prepare_step_launch
 
 _BATCH, _CONTEXT = 32, 1 << 17
@@ -67,7 +69,7 @@ def _plans(arch: str) -> Iterator[Auxiliary]:
 
 
 def combinations(arch: str) -> Iterator[Auxiliary]:
-    """Parts of the fused kernel combined by a launch of their own."""
+    """Parts of the fused kernel combined by a launch of their own, and of that with specialised warps where there is one."""
     for dims, rows, batch, feature in (
         ((80, 80), 64, 1, "window_sinks"),
         ((128, 128), 16, 1, "plain"),
@@ -78,6 +80,10 @@ def combinations(arch: str) -> Iterator[Auxiliary]:
         case = Case(arch, "fused_split", "chain", dims, "bf16", rows, feature=feature, batch=batch)
         launch = case.launches(replace(case.configured()[0], combine="launch"))[-1]
         yield Auxiliary(f"{arch} combine d{dims[0]} rows{rows} batch{batch} {feature}", launch)
+    for dim in HEAD_DIMS if arch == ARCH else ():
+        wide = SpecializedCase(Case(arch, "fused", "qlen_only", (dim, dim), "bf16", 256), sinks=dim == 128, divide=True)
+        launch = wide.launches(replace(wide.configured()[0], combine="launch"))[-1]
+        yield Auxiliary(f"{arch} combine d{dim} rows256{' sinks' * wide.sinks} of specialized_split", launch)
 
 
 def _plan(

@@ -11,26 +11,32 @@ import torch
 
 from sglang_specverify.kernels.aot_cases import Case, configured, meta
 from sglang_specverify.kernels.arguments import VerifyArguments
+from sglang_specverify.kernels.combine_parts import specialized_launches
 from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
-from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
+from sglang_specverify.kernels.specialized import ARCH, refusal
 
 _MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
 class SpecializedCase:
-    """One call: that of a case of the fused kernel, with sinks or without, its prefix divided or not."""
+    """One call: that of a case of the fused kernel, with sinks or without, its prefix divided or not.
+
+    Attributes:
+        combine: who combines the parts, one of `COMBINATIONS`; as the table says where empty.
+    """
 
     call: Case
     sinks: bool = False
     divide: bool = False
+    combine: str = ""
 
     @property
     def name(self) -> str:
         own = " specialized_split " if self.divide else " specialized "
-        return self.call.name.replace(" fused ", own) + " sinks" * self.sinks
+        return self.call.name.replace(" fused ", own) + " sinks" * self.sinks + (f" by {self.combine}" if self.combine else "")
 
     @property
     def arch(self) -> str:
@@ -38,10 +44,15 @@ class SpecializedCase:
 
     def configured(self) -> tuple[LaunchConfig, int, str]:
         """The launch configuration, the spilled bytes that it accepts, and where both stand."""
-        return configured(self.arch, "specialized", replace(self.call.facts(), split=self.divide))
+        config, spills, source = configured(self.arch, "specialized", replace(self.call.facts(), split=self.divide))
+        return replace(config, combine=self.combine or config.combine), spills, source
 
     def launch(self, config: LaunchConfig) -> Launch:
-        """The launch with tensors on the "meta" device."""
+        """The launch of attention with tensors on the "meta" device."""
+        return self.launches(config)[0]
+
+    def launches(self, config: LaunchConfig) -> list[Launch]:
+        """That one, and behind it one that combines parts where `config` has such."""
         a, problem = self.call.arguments()
         assert isinstance(a, VerifyArguments)
         if self.sinks:
@@ -51,7 +62,7 @@ class SpecializedCase:
         lse = meta(problem.rows, problem.q_heads, dtype=torch.float32) if a.return_lse else None
         plan, _ = own_plan(a, problem, config, divide=self.divide, programs=_MULTIPROCESSORS, kernel="specialized")
         split = split_of(plan, None, problem.device) if self.divide and plan is not None else None
-        return specialized_launch(a, problem, out, lse, config, programs=_MULTIPROCESSORS, plan=plan, split=split)
+        return specialized_launches(a, problem, out, lse, config, programs=_MULTIPROCESSORS, plan=plan, split=split)
 
 
 def specialized(arch: str, *, short: bool = False) -> Iterator[SpecializedCase]:
@@ -70,3 +81,4 @@ def specialized(arch: str, *, short: bool = False) -> Iterator[SpecializedCase]:
     for turn, (kind, dim, cache, feature) in enumerate(product(kinds, dims, caches, features)):
         case = Case(arch, "fused", kind, (dim, dim), cache, 256, groups[turn % len(groups)], feature)
         yield from (SpecializedCase(case, sinks=turn % 2 == 1, divide=divide) for divide in (False, True))
+        yield SpecializedCase(case, sinks=turn % 2 == 1, divide=True, combine="launch")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
+from sglang_specverify.kernels.combine_parts import fused_launches
 from sglang_specverify.kernels.fused import split_of
-from sglang_specverify.kernels.fused_combine import fused_launches
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
 

@@ -96,7 +96,7 @@ def fused_launch(
     split: Split | None = None,
     merge: bool = False,
 ) -> Launch:
-    """The launch of the fused kernel for a checked call; `fused_combine.py` says whether another one follows it.
+    """The launch of the fused kernel for a checked call; `combine_parts.py` says whether another one follows it.
 
     Args:
         out, lse: written in place; with `merge` they hold the prefix's result, and no prefix is read.

@@ -11,7 +11,7 @@ filled tile of the prefix and the drafts are one masked loop, and the loop befor
 
 The prefix of a request may be split over programs by a plan (`plan.py`). Then each writes its normalised output and its LSE,
 and the program that arrives last combines them in the order of the splits, whoever it is, or a second launch does
-(`fused_combine_kernel.py`).
+(`combine_parts_kernel.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sglang_specverify.kernels.fused_combine_kernel import add_four, read_four, read_part, with_sink
+from sglang_specverify.kernels.combine_parts_kernel import add_four, read_four, read_part, with_sink
 
 #: Values of KIND. A tree comes as bits, whatever layout its mask has: `plan_kernel.py` packs them.
 CHAIN, TREE, BRANCHES = 0, 1, 2

@@ -33,8 +33,8 @@ class LaunchConfig:
         amd: options for AMD's compiler, by the names of `AMD_OPTIONS`; must be empty on NVIDIA.
         peel: 1 for a loop of its own over the part of the prefix that needs no mask, which pays where that is long.
         max_registers: limit on NVIDIA, so that more programs fit; 0 for none.
-        combine: one of `COMBINATIONS`, for the fused kernel where it divides prefixes. The last program of a request and KV head
-            reads its parts alone; a second launch spreads them over the device.
+        combine: one of `COMBINATIONS`, for kernels that divide prefixes. The last program of a request and KV head reads its
+            parts alone; a second launch spreads them over the device.
 
     Raises:
         ArgumentError: another `combine`.

@@ -179,8 +179,6 @@ def _check_kernel(a: Layers, problem: Problem, arch: str) -> None:
         refusal = "a deterministic division is the fused kernel's"
     if refusal is not None:
         raise ArgumentError("kernel", f"specialized, and {refusal}", "fused for these layers")
-    if a.config is not None and a.config.combine != "last":
-        raise ArgumentError("config", f"combine {a.config.combine!r} for the specialised kernel", "'last', as it combines itself")
 
 
 def verify_attention_workspace_size(

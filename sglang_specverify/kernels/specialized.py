@@ -8,7 +8,7 @@ from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
 from sglang_specverify.kernels.fused import LOG2_E, Split, packed_rows, strides_of, tree_of
-from sglang_specverify.kernels.launch import Launch, LaunchConfig
+from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
 from sglang_specverify.kernels.plan import Plan
 
 #: The one architecture whose asynchronous matrix instructions the kernel is written in.
@@ -85,7 +85,7 @@ def specialized_launch(
     plan: Plan | None = None,
     split: Split | None = None,
 ) -> Launch:
-    """The launch that serves a checked call that `refusal` lets pass.
+    """The launch that serves a checked call that `refusal` lets pass; `combine_parts.py` says whether another one follows it.
 
     Args:
         programs: multiprocessors of the device; each keeps one program.
@@ -103,6 +103,7 @@ def specialized_launch(
     # Of one part of the prefix of every request: the plan knows how many parts there are.
     items = tiles * problem.kv_heads * (problem.batch if split is None else 1)
     most = items if split is None else items * split.plan.capacity
+    by_launch = split is not None and split.plan.combined_by_launch
     return Launch(
         kernel=specialized_kernel,
         grid=(min(programs, most), 1, 1),
@@ -140,6 +141,8 @@ def specialized_launch(
             "HAS_SINKS": a.sinks is not None,
             "HAS_LSE": lse is not None,
             "SPLIT": split is not None,
+            "LAST": not by_launch,
+            "PDL": by_launch and has_dependent_launch(ARCH),
             "BLOCK_N": config.block_n,
             "STAGES": config.num_stages,
             "Q_BUFFERS": 2,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sglang_specverify.kernels.specialized_parts import CONSUMERS, ROWS, combine, finish, part_rows, store_part
+from sglang_specverify.kernels.specialized_parts import CONSUMERS, ROWS, barrier, combine, finish, part_rows, store_part
 
 #: Threads of the producer: all of them arrive when their copies have landed.
 PRODUCERS = gl.constexpr(128)
@@ -196,7 +196,7 @@ def _consume(
     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
     items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head, items_at, counters_at,
     HALF: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFFERS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    Q_BUFFERS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of one consumer in every tile of this program.
 
@@ -318,15 +318,18 @@ def _consume(
                 partial = gl.load(words + 5)
                 place = part_rows(partial, part, head, heads, tile, tiles, HALF)
                 store_part(o, m, weighed, partial_out, partial_lse, place, D, rows_s, mma_o)
-                # The halves count in halves of the counter.
-                counter = plan + counters_at + (request * heads + head) * tiles + tile
-                arrived = gl.atomic_add(counter, 1 << (16 * HALF), sem="acq_rel", scope="gpu")
-                if ((arrived >> (16 * HALF)) & 0xFFFF) == parts - 1:
-                    gl.atomic_add(counter, -(parts << (16 * HALF)), sem="relaxed", scope="gpu")
-                    combine(
-                        partial_out, partial_lse, partial, parts, sinks, out, lse, request, head, heads, tile, tiles, first,
-                        queries, out_scale, out_row, out_head, lse_row, lse_head, HALF, GROUP, D, HAS_SINKS, HAS_LSE,
-                    )  # fmt: skip
+                if LAST:
+                    # All threads' stores come before the count, which releases them to whoever counts after.
+                    barrier()
+                    # The halves count in halves of the counter.
+                    counter = plan + counters_at + (request * heads + head) * tiles + tile
+                    arrived = gl.atomic_add(counter, 1 << (16 * HALF), sem="acq_rel", scope="gpu")
+                    if ((arrived >> (16 * HALF)) & 0xFFFF) == parts - 1:
+                        gl.atomic_add(counter, -(parts << (16 * HALF)), sem="relaxed", scope="gpu")
+                        combine(
+                            partial_out, partial_lse, partial, parts, sinks, out, lse, request, head, heads, tile, tiles, first,
+                            queries, out_scale, out_row, out_head, lse_row, lse_head, HALF, GROUP, D, HAS_SINKS, HAS_LSE,
+                        )  # fmt: skip
             else:
                 finish(
                     o, m, weighed, q_tile, sinks, out, lse, request, head, first, queries,
@@ -347,17 +350,23 @@ def specialized_kernel(
     items, tiles, heads, queries, tree_words, scale, out_scale,
     q_row, q_head, k_slot, k_head, v_slot, v_head, table_stride, out_row, out_head, lse_row, lse_head, items_at, counters_at,
     TREE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, LAST: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Every program takes items pid, pid + programs, …; an item is 128 query rows of one KV head of one request.
 
     SPLIT: it is one part of that request's prefix, as the plan divides it, and the last part has the drafts. `items` is then
-    what one part makes, and the consumer that comes last to a row tile combines the parts, as in `fused_kernel.py`.
+    what one part makes. LAST: the consumer that comes last to a row tile combines the parts, else a second launch does, as in
+    `fused_kernel.py`; PDL: which may start early.
 
     q [bs * queries, Hq, D]; k, v [slots, Hkv, D]; out like q; lse FP32 [T, Hq]; the rest is documented at
     `verify_attention`. `scale` holds sm_scale, k_scale and the change to base 2; `out_scale` v_scale.
     """
+    if PDL:
+        # At once: whoever waits for this grid waits until all of it has ended, so nothing depends on where this stands.
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     kind: gl.constexpr = q.dtype.element_ty
     shared_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], kind)
     shared_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], kind)
@@ -394,7 +403,7 @@ def specialized_kernel(
                     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                     items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head,
                     items_at, counters_at,
-                    zero, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE, SPLIT,
+                    zero, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE, SPLIT, LAST,
                 ),
             ),
             (
@@ -404,7 +413,7 @@ def specialized_kernel(
                     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                     items, tiles, heads, queries, tree_words, scale, out_scale, out_row, out_head, lse_row, lse_head,
                     items_at, counters_at,
-                    one, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE, SPLIT,
+                    one, TREE, GROUP, D, BLOCK_N, STAGES, Q_BUFFERS, HAS_SINKS, HAS_LSE, SPLIT, LAST,
                 ),
             ),
             (

@@ -15,20 +15,21 @@ ROWS, CONSUMERS = gl.constexpr(64), gl.constexpr(2)
 
 @gluon.jit
 def part_rows(partial, part, head, heads, tile, tiles, HALF: gl.constexpr):
-    """int64: the first row of a consumer's part of a prefix in the scratch; `partial` is the prefix's first part there."""
+    """int64: the first row of a consumer's part of a prefix in the scratch; `partial` is the prefix's first part there.
+
+    The layout of `fused_kernel.py` with row tiles of ROWS * CONSUMERS, which `combine_parts_kernel.py` reads.
+    """
     return (((partial + part) * heads + head).to(gl.int64) * tiles + tile) * (ROWS * CONSUMERS) + HALF * ROWS
 
 
 @gluon.jit
 def store_part(o, m, total, partial_out, partial_lse, at, D: gl.constexpr, rows_s: gl.constexpr, mma_o: gl.constexpr):
-    """Write the normalised output and the LSE, in base 2, of a part of a prefix, for whoever comes last."""
+    """Write the normalised output and the LSE, in base 2, of a part of a prefix, for whoever combines them."""
     rows_o: gl.constexpr = gl.SliceLayout(1, mma_o)
     norm = gl.where(total > 0.0, total, 1.0)
     gl.store(partial_lse + at + gl.arange(0, ROWS, rows_s), gl.where(total > 0.0, m + gl.log2(norm), float("-inf")))
     o_at = (at + gl.arange(0, ROWS, rows_o))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, mma_o))[None, :]
     gl.store(partial_out + o_at, o * gl.convert_layout(1.0 / norm, rows_o)[:, None])
-    # All threads' stores come before the count, which releases them to whoever counts after.
-    barrier()
 
 
 @gluon.jit

@@ -57,6 +57,8 @@ _OPTIONAL: dict[str, tuple[int, ...]] = {
     # Of NVIDIA's compiler; 0 leaves it to the compiler.
     "max_registers": (0, *range(64, 256, 8)),
 }
+#: Kernels that divide prefixes, for which any of the words below may stand; for the others the first of each alone.
+_DIVIDING = ("fused", "specialized")
 #: Words that may be left out.
 _WORDS: dict[str, tuple[str, ...]] = {"combine": COMBINATIONS}
 _AMD: dict[str, tuple[int, ...]] = {
@@ -235,8 +237,8 @@ def _entry(where: str, value: object, arch: str, kernel: str) -> Entry:
             if name != "amd" and name not in _WORDS and (not _is_int(number) or number not in ranges[name]):
                 raise _bad(where, f"{prefix}.{name}", number, ", ".join(map(str, ranges[name])))
     for name, words in _WORDS.items():
-        if launch.get(name, words[0]) not in (words if kernel == "fused" else words[:1]):
-            allowed = ", ".join(map(repr, words)) + ("" if kernel == "fused" else f"; for {kernel} the first only")
+        if launch.get(name, words[0]) not in (words if kernel in _DIVIDING else words[:1]):
+            allowed = ", ".join(map(repr, words)) + ("" if kernel in _DIVIDING else f"; for {kernel} the first only")
             raise _bad(where, f"launch.{name}", launch[name], allowed)
     if not isinstance(raw["measured"], bool):
         raise _bad(where, "measured", raw["measured"], "true or false")

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from sglang_specverify.kernels.aot_cases import Case
+from sglang_specverify.kernels.aot_specialized import SpecializedCase
 from tests.aot import workers
 
 There = Callable[..., Any]
 WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 #: How a part is read: past the first cache.
 PART = "ld.global.cg"
+#: Whose parts are written with specialised warps.
+SPECIALIZED = SpecializedCase(Case("sm_90", "fused", "qlen_only", (64, 64), "bf16", 256, feature="page_64"), True, divide=True)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "gfx942", "gfx950"])
@@ -34,9 +37,10 @@ def test_the_combining_kernel(there: There, arch: str) -> None:
     assert "bra" not in body and "ret;" not in body
 
 
-def test_attention_in_front_of_it(there: There) -> None:
+@pytest.mark.parametrize("case", [None, SPECIALIZED], ids=["fused", "specialised"])
+def test_attention_in_front_of_it(there: There, case: SpecializedCase | None) -> None:
     """It counts nothing, lets the second launch start, and waits for nobody."""
-    assembly, problems = there(workers.combining, "sm_90", -2)
+    assembly, problems = there(workers.combining, "sm_90", -2, case)
     assert not problems
     assert assembly.count(START) == 1 and WAIT not in assembly
     assert not re.search(r"\b(atom|red)\.global", assembly)
@@ -54,3 +58,15 @@ def test_only_the_second_launch_starts_early(arch: str) -> None:
     alone = case.launches(replace(config, combine="last"))[-1]
     assert alone.kernel is attention.kernel and alone.constants["LAST"] and not alone.constants["PDL"]
     assert "launch_pdl" not in alone.options
+
+
+def test_parts_of_the_specialised_kernel() -> None:
+    """They are combined by the same kernel, in row tiles of 128, which starts early."""
+    config = SPECIALIZED.configured()[0]
+    attention, combining = SPECIALIZED.launches(replace(config, combine="launch"))
+    fused = Case("sm_90", "fused_split", "chain", (128, 128), "bf16", 16, batch=1)
+    assert combining.kernel is fused.launches(replace(fused.configured()[0], combine="launch"))[-1].kernel
+    assert combining.constants["PDL"] and combining.options["launch_pdl"] and combining.constants["BLOCK_M"] == 128
+    assert attention.constants["PDL"] and not attention.constants["LAST"] and "launch_pdl" not in attention.options
+    (alone,) = SPECIALIZED.launches(replace(config, combine="last"))
+    assert alone.kernel is attention.kernel and alone.constants["LAST"] and not alone.constants["PDL"]

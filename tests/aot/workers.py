@@ -129,12 +129,17 @@ def handovers() -> dict[str, str]:
     return {name: _binary(launch_of(name, out), "sm_90", packed=False).asm["ptx"] for name in CASES}
 
 
-def combining(arch: str, number: int) -> tuple[str, list[str]]:
-    """Assembly of a divided chain's attention (-2) or of the launch that combines its parts (-1), and `aot.problems` of it."""
+def combining(arch: str, number: int, case: Case | None = None) -> tuple[str, list[str]]:
+    """Assembly of a divided call's attention (-2) or of the launch that combines its parts (-1), and `aot.problems` of it.
+
+    Args:
+        case: a chain of few rows, by the fused kernel, where None.
+    """
     import triton
     from triton.compiler import make_backend
 
-    case = aot_cases.Case(arch, "fused_split", "chain", (64, 64), "bf16", 16, feature="head_scales", batch=1)
+    if case is None:
+        case = aot_cases.Case(arch, "fused_split", "chain", (64, 64), "bf16", 16, feature="head_scales", batch=1)
     config, spills, _ = case.configured()
     launch, target, log = case.launches(replace(config, combine="launch"))[number], from_arch(arch), io.StringIO()
     with aot._compiler(target), contextlib.redirect_stdout(log):

@@ -54,9 +54,9 @@ def divided(
     lens = a["prefix_lens"].tolist()
     count = sum(len(one) for one in starts)
     shape = plan_for(a, divide=True, kernel=kernel).shape
+    config = None if combine == shape.config.combine else replace(shape.config, combine=combine)
     # Room for all of them: there are bs + slots items and 2 slots partial results at the most.
     programs = max(shape.programs, (count + 1) * shape.row_tiles * shape.kv_heads)
-    config = None if combine == "last" else replace(shape.config, combine=combine)
     plan = plan_for(a, divide=True, programs=programs, kernel=kernel, config=config)
     words = items(plan)
     # What an item says of its request beside its part, from the planner's own.

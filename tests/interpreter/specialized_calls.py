@@ -11,11 +11,13 @@ import torch
 
 from sglang_specverify.kernels import verify_attention
 from sglang_specverify.kernels.arguments import VerifyArguments, check_verify
+from sglang_specverify.kernels.combine_parts import specialized_launches
 from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of
 from sglang_specverify.kernels.plan import Plan
 from sglang_specverify.kernels.run import config_of, own_plan
-from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
+from sglang_specverify.kernels.specialized import ARCH, refusal
+from sglang_specverify.kernels.specialized_kernel import specialized_kernel
 from tests.kernels.cases import Config
 
 from . import gluon_cpu
@@ -50,11 +52,16 @@ def build(c: Config, device: str, *, strided: bool = False) -> dict[str, Any]:
     return to_device(a, device)
 
 
-def launch_of(
+def launch_of(a: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None, *args: Any, **options: Any) -> Launch:
+    """The kernel's own launch; arguments are those of `launches_of`."""
+    return launches_of(a, out, lse, *args, **options)[0]
+
+
+def launches_of(
     a: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None, config: tuple[int, int] | None = None, programs: int = 2,
     *, split: Plan | int | None = None,
-) -> Launch:  # fmt: skip
-    """The kernel's launch, with the step's masks packed.
+) -> list[Launch]:  # fmt: skip
+    """The kernel's launch, with the step's masks packed, and behind it the one that combines parts if its plan has such.
 
     Args:
         config: keys of a tile and stages, those of the table where None.
@@ -84,7 +91,19 @@ def launch_of(
         # NaN in every part that nobody writes, and zeros in the counters.
         scratch = torch.full((plan.shape.workspace_bytes(plan.batch),), 255, dtype=torch.uint8, device=problem.device)
         divided = split_of(plan, scratch, problem.device)
-    return specialized_launch(call, problem, out, lse, chosen, programs=programs, plan=plan, split=divided)
+    return specialized_launches(call, problem, out, lse, chosen, programs=programs, plan=plan, split=divided)
+
+
+def run(launches: list[Launch], *, seed: int = 0, program: type[gluon_cpu.Program] | None = None) -> None:
+    """Run launches of a call: on a CPU the kernel in its emulator, and what combines its parts in Triton's interpreter."""
+    for launch in launches:
+        if launch.arguments["out"].device.type == "cuda":
+            launch.run()
+        elif launch.kernel is specialized_kernel:
+            gluon_cpu.run(launch, seed=seed, program=program)
+        else:
+            # The interpreter knows no assembly; there the first launch has ended.
+            replace(launch, constants={**launch.constants, "PDL": False}).run()
 
 
 def check(
@@ -112,13 +131,10 @@ def check(
     if device == "cuda" and not (config or programs or alter or split):
         call(a, variant="specialized", out=out.view, lse=lse.view if lse else None)
     else:
-        launch = launch_of(a, out.view, lse.view if lse else None, config, programs or 2, split=split)
+        launches = launches_of(a, out.view, lse.view if lse else None, config, programs or 2, split=split)
         if alter is not None:
-            launch = replace(launch, arguments=launch.arguments | alter(launch.arguments))
-        if device == "cuda":
-            launch.run()
-        else:
-            gluon_cpu.run(launch, seed=seed, program=program)
+            launches[0] = replace(launches[0], arguments=launches[0].arguments | alter(launches[0].arguments))
+        run(launches, seed=seed, program=program)
     compare(a, out.view, lse.view if lse else None, splits=parts)
     real = own_rows(a)
     assert out.untouched(real), "out was written where no request has a row"

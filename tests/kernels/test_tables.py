@@ -87,12 +87,11 @@ def test_the_interpreter_and_unknown_hardware_follow_the_rule() -> None:
     assert tables.lookup("sm_90", "fused", replace(FACTS, q_bits=32))[1] == "rule: sm_90.json has no entry of fused for this call"
 
 
-def test_only_the_fused_kernel_s_parts_are_combined_by_a_launch() -> None:
-    text = render(
-        Table(
-            "sm_90", "3.8.0", "a test", {"fused": (), "tree_suffix": (Entry((), LaunchConfig(16, 16, 4, 1, combine="launch")),)}
-        )
-    )
+def test_only_kernels_that_divide_have_parts_combined_by_a_launch() -> None:
+    entry = (Entry((), LaunchConfig(16, 16, 4, 1, combine="launch")),)
+    made = Table("sm_90", "3.8.0", "a test", {"fused": (), "tree_suffix": (), "specialized": entry})
+    assert parse(render(made), "t.json") == made
+    text = render(Table("sm_90", "3.8.0", "a test", {"fused": (), "tree_suffix": entry}))
     with pytest.raises(
         SpecverifyError, match=r"tree_suffix entry 0: launch.combine is 'launch'; .* for tree_suffix the first only"
     ):

@@ -3,8 +3,8 @@
     m = max_s lse_s,   w_s = 2^(lse_s - m),   out = v_scale * sum_s w_s out_s / (sum_s w_s + 2^(sink - m))
 
 over the parts s of a request in their order, LSEs in base 2: the composition of attention states (FlashInfer, arXiv:2501.01005,
-section 2.2). The maximum runs along, four parts at a time. `fused_kernel.py` writes the parts; there the program that comes last
-may combine them itself, by the same functions.
+section 2.2). The maximum runs along, four parts at a time. `fused_kernel.py` and `specialized_kernel.py` write the parts, in one
+layout; the program that comes last may combine them there itself, in the former by the same functions.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

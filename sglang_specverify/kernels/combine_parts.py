@@ -1,4 +1,4 @@
-"""The launches of a call by the fused kernel: the kernel itself, and the one that combines parts where its plan says so."""
+"""The launches of a call: the attention kernel itself, and the one that combines parts where its plan says so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyA
 from sglang_specverify.kernels.fused import Split, fused_launch, scale_mode, scale_of, strides_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
 from sglang_specverify.kernels.plan import Plan, padded
+from sglang_specverify.kernels.specialized import ARCH, specialized_launch
 
 #: Columns of a program, which has one warp: of 32 lanes, so that each reads 16 bytes of a part.
 _COLUMNS = 128
@@ -30,9 +31,36 @@ def fused_launches(
     How many there are depends on the plan's configuration and on no length, so that a captured graph has them all.
     """
     first = fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)
+    return [first, *_combinations(a, problem, out, lse, arch, split)]
+
+
+def specialized_launches(
+    a: VerifyArguments,
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: LaunchConfig,
+    *,
+    programs: int,
+    plan: Plan | None = None,
+    split: Split | None = None,
+) -> list[Launch]:
+    """What `specialized_launch` says, and behind it a second launch, as for the fused kernel."""
+    first = specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan, split=split)
+    return [first, *_combinations(a, problem, out, lse, ARCH, split)]
+
+
+def _combinations(
+    a: VerifyArguments | DraftArguments,
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    arch: str,
+    split: Split | None,
+) -> list[Launch]:
     if split is None or not split.plan.combined_by_launch:
-        return [first]
-    return [first, combine_launch(a, problem, out, lse, arch, split)]
+        return []
+    return [combine_launch(a, problem, out, lse, arch, split)]
 
 
 def combine_launch(
@@ -43,13 +71,14 @@ def combine_launch(
     arch: str,
     split: Split,
 ) -> Launch:
-    """The launch that combines the parts of the divided prefixes of a checked call; it goes directly behind `fused_launch`.
+    """The launch that combines the parts of the divided prefixes of a checked call; it goes directly behind what
+    writes them, and is the same for both kernels, whose parts lie alike.
 
     On NVIDIA from SM90 on it may start while the first launch runs, and waits for its end before it reads a part. Only this
     launch has that attribute: the first one reads Q, K and V that other kernels of the step write, and starts when they have
     ended.
     """
-    from sglang_specverify.kernels.fused_combine_kernel import combine_parts_kernel
+    from sglang_specverify.kernels.combine_parts_kernel import combine_parts_kernel
 
     shape, early = split.plan.shape, has_dependent_launch(arch)
     block_m, block_dv = shape.config.block_m, padded(problem.v_head_dim)

@@ -36,7 +36,7 @@ from sglang_specverify.errors import SpecverifyError
 
 #: A kernel belongs to the first group of which a pattern is found in its name.
 GROUPS: dict[str, str] = {
-    "attention": r"flash::|verify_attention|specialized_kernel|tree_suffix|draft_decode|merge_attn|merge_states|"
+    "attention": r"flash::|verify_attention|specialized_kernel|tree_suffix|draft_decode|merge_attn|merge_states|combine_parts|"
     r"_fwd_kernel|_extend_attention|BatchPrefill|prepare_step",
     "matrix products": r"gemm|nvjet|xmma|cublas|matmul",
     "sampling, top k": r"(?i)softmax|topk|sort|argmax|scan|sample",

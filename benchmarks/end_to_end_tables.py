@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import end_to_end_plan as plan
 from benchmarks import end_to_end_report as report
 from benchmarks import long_context_engines_plan as long_plan
 from benchmarks.end_to_end_report import Pair
@@ -35,20 +36,22 @@ def trees(results: dict[str, Any]) -> list[str]:
     heads = " | ".join(f"{stock} | specverify | ratio" for stock in stocks)
     lines = [f"| W × topk | input | requests | {heads} |", "|---|---|---|" + "---|---|---|" * len(stocks)]
     by_place = {(pair.place, pair.stock): pair for pair in found}
-    longer = False
+    longer: set[tuple[int, int]] = set()
     for place in dict.fromkeys(sorted(pair.place for pair in found)):
         cells = [place[0].replace("x", " × "), str(place[1]), str(place[2])]
         for stock in stocks:
             pair = by_place.get((place, stock))
             cells += ["", "", ""] if pair is None else _speeds(pair)
-            longer |= pair is not None and _is_longer(pair)
+            longer |= set() if pair is None or not _is_longer(pair) else {(pair.row["output"], pair.row["concurrency"])}
         lines.append("| " + " | ".join(cells) + " |")
     repetitions = sorted({len(pair.theirs["each_tokens_per_s"]) for pair in found})
-    lines += ["", f"Medians of {' or '.join(map(str, repetitions))} rounds." + (f" {_LONGER}" if longer else "")]
-    return lines
-
-
-_LONGER = "\\*: answers of 192 tokens, where the others at 32 requests have 48 and the step that extends the prompts weighs more."
+    said = [f"Medians of {' or '.join(map(str, repetitions))} rounds."]
+    said += [
+        f"\\*: answers of {output} tokens, where the others at {requests} requests have {plan.OUTPUTS[requests]} and the step "
+        "that extends the prompts weighs more."
+        for output, requests in sorted(longer)
+    ]
+    return [*lines, "", " ".join(said)]
 
 
 def _speeds(pair: Pair) -> list[str]:
@@ -58,7 +61,7 @@ def _speeds(pair: Pair) -> list[str]:
 
 def _is_longer(pair: Pair) -> bool:
     """Whether its answers are longer than those of other configurations with as many requests."""
-    return bool(pair.row["concurrency"] == 32 and pair.row["output"] > 48)
+    return bool(pair.row["output"] > plan.OUTPUTS.get(pair.row["concurrency"], pair.row["output"]))
 
 
 def others(results: dict[str, Any]) -> list[str]:

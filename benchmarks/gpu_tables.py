@@ -40,7 +40,7 @@ def dsv4_seam(results: dict[str, Any]) -> list[str]:
 def deterministic_server(results: dict[str, Any]) -> list[str]:
     """Requests alone and in batches, of each server."""
     lines = [
-        "| server | requests | batches | answers compared | requests that differ | sampled with a seed |",
+        "| server | requests | batches | answers compared | requests that differ | that differ when sampled with a seed |",
         "|---|---|---|---|---|---|",
     ]
     wrong = []

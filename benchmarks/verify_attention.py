@@ -164,6 +164,7 @@ def run(
             typer.echo(report.line(row))
         before = [place for place, old in enumerate(rows) if old["name"] == point.name]
         if "why" not in row or not before:
+            row = carried(row, [rows[place] for place in before])
             rows[:] = [old for place, old in enumerate(rows) if place not in before]
             rows.append({**row, "date": record.date()})
         keep()
@@ -172,6 +173,17 @@ def run(
             gc.collect()
             torch.cuda.empty_cache()
     return True
+
+
+def carried(row: dict[str, Any], before: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A new row with times of the states of the cache that it does not have, from the row it replaces, with that one's date."""
+    arms = dict(row.get("arms", {}))
+    for old in before:
+        for name, found in old.get("arms", {}).items():
+            for state in State:
+                if name in arms and state not in arms[name] and state in found and "why" not in arms[name]:
+                    arms[name] = {**arms[name], state.value: {"date": old["date"], **found[state]}}
+    return {**row, "arms": arms}
 
 
 def lacks(row: Mapping[str, Any], arms: Iterable[Arm]) -> bool:

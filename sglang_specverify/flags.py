@@ -66,8 +66,8 @@ FLAGS = (
     Flag(
         f"{PREFIX}CHAIN_KERNEL",
         "auto",
-        "Chains, the steps of their drafts and draft extend over fa3, fa4 and aiter: left to FlashAttention and aiter (base), or "
-        "served in one kernel (fused); auto leaves them but for verify over FlashAttention where few requests run at once.",
+        "Chains, the steps of their drafts and draft extend over fa3, fa4 and aiter: left to these (base), or served in one "
+        "kernel (fused); auto leaves them but for what aiter cannot take, and for verify over FlashAttention with few requests.",
         ("auto", "fused", "base"),
     ),
     Flag(

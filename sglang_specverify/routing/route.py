@@ -111,15 +111,14 @@ def _by_design(case: Case) -> str | None:
     verifies_chain = case.mode is Mode.TARGET_VERIFY and not case.is_tree
     if case.hardware.family == "gfx942" and (verifies_chain or case.mode is Mode.DRAFT_EXTEND) and not case.flags.gfx942:
         return "gfx942 keeps SGLang's kernels for chains and draft extend (SGLANG_SPECVERIFY_GFX942=1 admits the plugin's)"
-    if case.flags.chain_kernel == "fused":
+    if case.flags.chain_kernel == "fused" or case.server.base not in (*FLASH, "aiter"):
         return None
+    of_chains = case.mode is Mode.DRAFT_EXTEND or (not case.is_tree and case.mode in CLAIMED)
+    if of_chains and case.flags.chain_kernel == "base":
+        return "SGLANG_SPECVERIFY_CHAIN_KERNEL=base"
     if case.server.base == "aiter":
         return _aiter_keeps(case)
-    if case.server.base not in FLASH:
-        return None
-    if case.mode is Mode.DRAFT_EXTEND or (not case.is_tree and case.mode in CLAIMED):
-        return _flash_keeps(case)
-    return None
+    return _flash_keeps(case) if of_chains else None
 
 
 def _flash_keeps(case: Case) -> str | None:
@@ -127,21 +126,23 @@ def _flash_keeps(case: Case) -> str | None:
     takes = "(SGLANG_SPECVERIFY_CHAIN_KERNEL=fused takes them)"
     if case.mode is not Mode.TARGET_VERIFY:
         return f"FlashAttention keeps the drafts of chains and draft extend {takes}"
-    if case.flags.chain_kernel == "base":
-        return "SGLANG_SPECVERIFY_CHAIN_KERNEL=base"
     server, layer = case.server, case.layer
     plain = layer.kind is LayerKind.FULL and layer.window < 0 and layer.softcap == 0
     plain = plain and not case.has_sinks and server.kv_cache_dtype not in FP8_CACHES
     facts = chain.ChainFacts(
         arch=case.hardware.arch,
         rows=server.num_draft_tokens * max(layer.q_heads // max(layer.kv_heads, 1), 1),
-        head_dim=max(layer.head_dim, layer.v_head_dim),
+        kv_heads=layer.kv_heads,
+        head_dims=(layer.head_dim, layer.v_head_dim),
         requests=server.requests,
         plain=plain,
         deterministic=server.deterministic,
     )
-    why = chain.keeps(facts)
-    return None if why is None else f"FlashAttention keeps chains {takes}: {why}"
+    if why := chain.keeps(facts):
+        return f"FlashAttention keeps chains {takes}: {why}"
+    # Nobody asked for it, so what no route can take is no miss.
+    refusals = {route.name: _refusal(route, case) for route in ROUTES}
+    return None if None in refusals.values() else f"FlashAttention keeps chains: {refusals['fused']}"
 
 
 def _aiter_keeps(case: Case) -> str | None:

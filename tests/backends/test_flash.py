@@ -164,6 +164,7 @@ def test_verify_of_a_chain_where_few_requests_run_at_once(
 ) -> None:
     """By the plugin's kernel, beside drafts and draft extend that FlashAttention keeps."""
     monkeypatch.setattr(chain, "ARCH", "none")
+    monkeypatch.setattr(chain, "HEAD_DIM", CHAIN.head_dim)
     one = engine(CHAIN.but(requests=4))
     add(one, LENGTHS)
     backend = target(one)

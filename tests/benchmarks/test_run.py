@@ -66,6 +66,14 @@ def test_old_rows_stay_until_there_are_new_ones() -> None:
     }  # fmt: skip
 
 
+def test_times_of_a_state_that_is_not_measured_again_stay_with_their_date() -> None:
+    old = {"date": "then", "arms": {"ours": {"warm": {"us": 9.0}, "cold": {"us": 9.5}}, "gone": {"warm": {"us": 1.0}}}}
+    new = {"name": "x", "arms": {"ours": {"cold": {"us": 8.0}}, "wrong": {"why": "wrong"}}}
+    assert verify_attention.carried(new, [{**old, "arms": {**old["arms"], "wrong": {"warm": {"us": 2.0}}}}])["arms"] == {
+        "ours": {"cold": {"us": 8.0}, "warm": {"date": "then", "us": 9.0}}, "wrong": {"why": "wrong"},
+    }  # fmt: skip
+
+
 def test_a_row_lacks_arms_that_take_points_of_its_kind() -> None:
     def build(inputs: Inputs) -> Call:
         raise Unavailable("not asked for")
@@ -129,8 +137,11 @@ def test_a_row_says_when_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_row_of_the_committed_file_is_of_one_of_its_runs() -> None:
     results = json.loads((ROOT / "benchmarks/results/verify-attention-h200.json").read_text())
-    runs = {results["date"], *(one["date"] for one in results["earlier"])}
-    assert {row["date"] for row in results["points"] + results["metadata"]} <= runs
+    # A file is dated when its last row was; a row is of the first file that could hold it.
+    runs = sorted({results["date"], *(one["date"] for one in results["earlier"])})
+    dates = {row["date"] for row in results["points"] + results["metadata"]}
+    assert max(dates) <= runs[-1]
+    assert {next(run for run in runs if date <= run) for date in dates} == set(runs)
 
 
 @pytest.mark.parametrize("key", ["versions", "hardware"])

@@ -74,13 +74,22 @@ def test_a_chain_of_few_requests_is_verified_by_the_kernel_that_is_faster_there(
         (replace(few, requests=0), "no limit of requests"),
         (replace(few, deterministic=True), "deterministic"),
         (replace(few, kv_cache_dtype="fp8_e4m3"), "FP8 cache"),
-        (replace(few, num_draft_tokens=9), "36 query rows"),
+        (replace(few, num_draft_tokens=5), "20 query rows"),
+        (replace(few, requests=1, num_draft_tokens=9), "36 query rows"),
     ):
         decision = ask(server=server)
         assert decision.kernel == "stock" and said in decision.reason, said
     for layer in (WINDOW, replace(LAYER, kind=LayerKind.MLA), replace(LAYER, has_sinks=True), replace(LAYER, softcap=50.0)):
-        assert "full attention without sinks" in ask(server=few, layer=layer).reason
-    assert "head dims to 128" in ask(server=few, layer=replace(LAYER, head_dim=256, v_head_dim=256)).reason
+        assert "full attention of head dim 128 without sinks" in ask(server=few, layer=layer).reason
+    # What no route takes is nobody's miss: unasked for, and no error in strict mode.
+    for server in (replace(few, algorithm="DFLASH"), replace(few, dtype="float32"), replace(few, two_batch_overlap=True)):
+        decision = ask(server=server)
+        assert not decision.served and not decision.claimed and decision.reason.startswith("FlashAttention keeps chains: ")
+        require(decision, Flags(strict=True))
+    for dim in (64, 256):
+        assert "head dim 128" in ask(server=few, layer=replace(LAYER, head_dim=dim, v_head_dim=dim)).reason
+    assert "not with 16" in ask(server=few, layer=replace(LAYER, q_heads=64, kv_heads=16)).reason
+    assert ask(server=replace(few, requests=1, num_draft_tokens=8)).kernel == "fused"
     assert "SM90 alone" in ask(server=few, hardware=from_name("sm_100")).reason
 
 

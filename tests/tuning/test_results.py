@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_measurements_are_found_again(tmp_path: Path) -> None:
 def test_launches_that_differ_in_one_field_are_kept_and_shown_apart(name: str) -> None:
     """Every field that a launch has, those that it may get later too."""
     value = getattr(A, name)
-    others = {"combine": COMBINATIONS[-1], "amd": (("waves_per_eu", 2),)}
+    others: dict[str, Any] = {"combine": COMBINATIONS[-1], "amd": (("waves_per_eu", 2),)}
     other = replace(A, **{name: others[name] if name in others else value + 1})
     assert other != A
     assert key_of(BUCKET, other) != key_of(BUCKET, A)

@@ -67,7 +67,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Launch]], tuple[lis
 
 
 FUSED, SPECIALIZED = "verify_attention_kernel", "specialized_kernel"
-CASES = {
+CASES: dict[str, tuple[Callable[[], list[Launch]], list[str], list[str]]] = {
     "fused": (lambda: fused("fused", "chain", "launch"), [], [FUSED]),
     "fused, tree": (lambda: fused("fused", "qlen_only", "launch"), [PLAN], [FUSED]),
     "tree tile": (lambda: fused("tree_suffix", "qlen_only", "last"), [PLAN], [FUSED]),

@@ -293,7 +293,10 @@ def plan_constants(plan: Plan, masks: Masks | None) -> dict[str, Any]:
         "DETERMINISTIC": deterministic,
         "BY_LAUNCH": plan.combined_by_launch,
         "MAX_SPLITS": plan.shape.max_splits if deterministic else 1,
-        "MIN_CHUNK": DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel, plan.shape.config.combine],
+        # An undivided plan of the specialised kernel has the fused one's configuration: a pair that nothing is looked up for.
+        "MIN_CHUNK": (
+            1 if not divides else DETERMINISTIC_CHUNK if deterministic else MIN_CHUNKS[plan.kernel, plan.shape.config.combine]
+        ),
         "ALIGN": ALIGN,
         "BLOCK_BATCH": _block_batch(plan.batch) if divides else 16,
         "BLOCK_ITEMS": 64,

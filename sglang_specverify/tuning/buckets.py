@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.launch import COMBINATIONS, LaunchConfig
 
 #: Packed query rows of a KV head: least, most, and what stands for them as (W, query heads per KV head).
 ROWS: tuple[tuple[int, int | None, tuple[int, int]], ...] = (
@@ -90,7 +90,8 @@ def buckets() -> tuple[Bucket, ...]:
 def candidates(arch: str, bucket: Bucket, shipped: LaunchConfig) -> tuple[LaunchConfig, ...]:
     """Blocks and warps to try for `bucket`, what serves it now first; `refinements` then vary the fastest of them.
 
-    Blocks of rows up to the rows of the range, and for each warp between 256 and 2048 scores at once.
+    Blocks of rows up to the rows of the range, and for each warp between 256 and 2048 scores at once. Parts are combined as
+    what serves now combines them.
     """
     amd = arch.startswith("gfx")
     rows = max(call.queries * call.group for call in bucket.calls)
@@ -101,16 +102,18 @@ def candidates(arch: str, bucket: Bucket, shipped: LaunchConfig) -> tuple[Launch
         scores = block_m * block_n // warps
         if 256 <= scores <= 2048 and not (wide and (block_n > 64 or block_m > 16 * warps)):
             stages = 1 if amd else 2 if wide or bucket.kernel == "tree_suffix" else 3
-            out.append(LaunchConfig(block_m, block_n, warps, stages, 1, _amd_options(arch)[0] if amd else ()))
+            options = _amd_options(arch)[0] if amd else ()
+            out.append(LaunchConfig(block_m, block_n, warps, stages, 1, options, combine=shipped.combine))
     return tuple(dict.fromkeys(out))
 
 
 def refinements(arch: str, bucket: Bucket, best: LaunchConfig) -> tuple[LaunchConfig, ...]:
-    """`best` with another pipeline depth, occupancy or AMD option."""
+    """`best` with another pipeline depth, occupancy or AMD option; of divided prefixes also with parts combined otherwise."""
     amd = arch.startswith("gfx")
     out = [replace(best, num_stages=stages) for stages in ((1, 2) if amd else (1, 2, 3, 4))]
     if bucket.calls[0].operation == "fused_split":
         out += [replace(best, ctas_per_sm=ctas) for ctas in (1, 2)]
+        out += [replace(best, combine=combine) for combine in COMBINATIONS]
     if amd:
         out += [replace(best, amd=options) for options in _amd_options(arch)]
     return tuple(config for config in dict.fromkeys(out) if config != best)

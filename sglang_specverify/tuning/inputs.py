@@ -31,7 +31,7 @@ class Inputs:
     prefix: tuple[torch.Tensor, torch.Tensor] | None
 
     def launches(self, config: LaunchConfig, arch: str) -> list[Launch]:
-        """The attention launch with `config`, last, and before it that of a plan where it needs one."""
+        """Attention with `config`; before it a plan where the call needs one, behind it what combines where a launch does."""
         divide, merge = self.call.operation == "fused_split", self.prefix is not None
         return configured_launches(self.arguments, self.problem, self.out, self.lse, config, arch, divide=divide, merge=merge)
 

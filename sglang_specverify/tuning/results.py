@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from sglang_specverify.tuning.buckets import Bucket
 
 #: How much faster than every launch without spilled registers one with them must be to be taken.
 SPILL_WIN = 0.97
+
+#: Fields of a launch that are always told, by shorter names.
+_SHORT = {"num_warps": "warps", "num_stages": "stages", "ctas_per_sm": "ctas"}
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,20 @@ class State:
 
 
 def key_of(bucket: Bucket, config: LaunchConfig) -> str:
-    return f"{bucket.name}: {text_of(config)}"
+    """What a measurement is kept under: every field, default or not, so that launches which differ never share one."""
+    return f"{bucket.name}: {json.dumps(asdict(config))}"
 
 
 def text_of(config: LaunchConfig) -> str:
-    amd = "".join(f" {name}={value}" for name, value in config.amd)
-    ctas = f" ctas={config.ctas_per_sm}"
-    return f"{config.block_m}x{config.block_n} warps={config.num_warps} stages={config.num_stages}{ctas}{amd}"
+    """For people: the fields that every launch has, then whatever else is not as usual."""
+    text = f"{config.block_m}x{config.block_n}"
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name == "amd":
+            text += "".join(f" {name}={option}" for name, option in value)
+        elif field.name not in ("block_m", "block_n") and (field.name in _SHORT or value != field.default):
+            text += f" {_SHORT.get(field.name, field.name)}={value}"
+    return text
 
 
 def score(measured: Measured, best: Sequence[float]) -> float:

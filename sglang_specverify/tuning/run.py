@@ -138,6 +138,15 @@ def state_path(out: Path) -> Path:
     return out.with_suffix(".partial.jsonl")
 
 
+def kernels() -> tuple[Any, ...]:
+    """Every `triton.jit` function among the launches of the calls that are tuned: attention, the combining of parts, plans."""
+    from sglang_specverify.kernels.combine_parts_kernel import combine_parts_kernel
+    from sglang_specverify.kernels.fused_kernel import verify_attention_kernel
+    from sglang_specverify.kernels.plan_kernel import plan_kernel
+
+    return verify_attention_kernel, combine_parts_kernel, plan_kernel
+
+
 class Gpu:
     """Measures on the GPU at hand. Tensors of a bucket are kept until the next one is asked for."""
 
@@ -148,12 +157,14 @@ class Gpu:
         self._expected: Sequence[Any] = ()
 
     def belongs(self, machine: Hardware) -> dict[str, str]:
-        """What measurements depend on: hardware, Triton, and the source of the kernel."""
+        """What measurements depend on: hardware, Triton, and the source of the kernels with how a plan divides for them."""
         import triton
 
-        from sglang_specverify.kernels.fused_kernel import verify_attention_kernel
+        from sglang_specverify.kernels.plan import ALIGN, MIN_CHUNKS, OVERHEAD_KEYS
 
-        source = hashlib.sha256(verify_attention_kernel.cache_key.encode()).hexdigest()[:16]
+        division = [*sorted(MIN_CHUNKS.items()), OVERHEAD_KEYS, ALIGN]
+        sources = [*(kernel.cache_key for kernel in kernels()), *map(str, division)]
+        source = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
         return {"hardware": machine.name, "arch": machine.arch, "triton": triton.__version__, "kernel source": source}
 
     def measure(self, bucket: Bucket, config: LaunchConfig) -> Measured:

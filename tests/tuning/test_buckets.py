@@ -58,6 +58,17 @@ def test_few_rows_are_not_padded_to_many() -> None:
         assert all(config.block_m <= max(16, rows) for config in candidates("sm_90", bucket, shipped))
 
 
+@pytest.mark.parametrize(("combine", "other"), [("last", "launch"), ("launch", "last")])
+def test_parts_are_combined_as_they_are_now_and_for_the_fastest_also_otherwise(combine: str, other: str) -> None:
+    for arch, bucket in product(("sm_90", "gfx950"), buckets()):
+        tried = candidates(arch, bucket, LaunchConfig(16, 16, 4, 1, combine=combine))
+        assert {config.combine for config in tried} == {combine}
+        combined = [config for config in refinements(arch, bucket, tried[-1]) if config.combine != combine]
+        divided = bucket.calls[0].operation == "fused_split"
+        # The tree tile, and calls that are not divided, have nothing to combine.
+        assert combined == ([replace(tried[-1], combine=other)] if divided else [])
+
+
 def test_a_divided_prefix_tries_how_full_a_multiprocessor_gets() -> None:
     divided = next(bucket for bucket in buckets() if bucket.calls[0].operation == "fused_split")
     best = candidates("sm_90", divided, LaunchConfig(16, 16, 4, 1))[-1]

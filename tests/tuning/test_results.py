@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_specverify.errors import SpecverifyError
-from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.launch import COMBINATIONS, LaunchConfig
 from sglang_specverify.kernels.table_schema import Entry, Table
 from sglang_specverify.tuning.buckets import buckets
-from sglang_specverify.tuning.results import Measured, State, entry_of, key_of, ranked, table_of, timings_of
+from sglang_specverify.tuning.results import Measured, State, entry_of, key_of, ranked, table_of, text_of, timings_of
 
 A, B, C = (LaunchConfig(16, block_n, 4, 2) for block_n in (16, 32, 64))
 BUCKET = buckets()[0]
@@ -32,6 +34,22 @@ def test_measurements_are_found_again(tmp_path: Path) -> None:
         == state.measured
         == {key_of(BUCKET, A): Measured((1.5, 2.5)), key_of(BUCKET, B): Measured((), "wrong output")}
     )
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(LaunchConfig)])
+def test_launches_that_differ_in_one_field_are_kept_and_shown_apart(name: str) -> None:
+    """Every field that a launch has, those that it may get later too."""
+    value = getattr(A, name)
+    others: dict[str, Any] = {"combine": COMBINATIONS[-1], "amd": (("waves_per_eu", 2),)}
+    other = replace(A, **{name: others[name] if name in others else value + 1})
+    assert other != A
+    assert key_of(BUCKET, other) != key_of(BUCKET, A)
+    assert text_of(other) != text_of(A)
+
+
+def test_launches_are_shown_with_what_is_not_as_usual() -> None:
+    launch = LaunchConfig(16, 64, 4, 2, 1, (("waves_per_eu", 2),), peel=0, combine="launch")
+    assert text_of(launch) == "16x64 warps=4 stages=2 ctas=1 waves_per_eu=2 peel=0 combine=launch"
 
 
 def test_a_run_killed_while_it_wrote_loses_only_that(tmp_path: Path) -> None:

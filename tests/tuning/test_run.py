@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.hardware import Hardware
-from sglang_specverify.kernels import tables
+from sglang_specverify.kernels import plan, tables
 from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.table_schema import Entry, parse
 from sglang_specverify.tuning import run
@@ -91,6 +92,21 @@ def test_the_file_is_a_table_with_timings(tmp_path: Path) -> None:
     assert text.count('"bucket"') == len(results)
     run.write(tmp_path / "new" / "sm_90.json", text)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["sm_90.json"]
+
+
+def test_measurements_of_other_kernels_or_another_division_are_not_mixed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, machine = run.Gpu("sm_90"), Hardware("nvidia", "sm_90", "H200", 1)
+    before = gpu.belongs(machine)
+    keys = [kernel.cache_key for kernel in run.kernels()]
+    for number in range(len(keys)):
+        changed = [SimpleNamespace(cache_key=key + "x" * (n == number)) for n, key in enumerate(keys)]
+        with monkeypatch.context() as other:
+            other.setattr(run, "kernels", lambda changed=changed: changed)
+            after = gpu.belongs(machine)
+        assert {name for name in before if after[name] != before[name]} == {"kernel source"}
+    assert gpu.belongs(machine) == before
+    monkeypatch.setitem(plan.MIN_CHUNKS, ("fused", "launch"), 64)
+    assert gpu.belongs(machine)["kernel source"] != before["kernel source"]
 
 
 def test_parts_can_be_chosen() -> None:

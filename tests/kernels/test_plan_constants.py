@@ -1,0 +1,88 @@
+"""What is compiled into the programs that fill a plan, for calls of every entry in the table of SM90; nothing is launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_specverify.kernels import plan as plan_module
+from sglang_specverify.kernels import planning, run, specialized, tables
+from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK, MIN_CHUNKS, Plan, plan_constants
+from sglang_specverify.kernels.planning import Layers, plan_of
+
+KV_HEADS, MULTIPROCESSORS = 8, 132
+#: Batches that leave the device half empty and that do not, up to the most rows that the table tells apart.
+BATCHES = (1, 4, 32, 600)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def programs(device: torch.device, config: LaunchConfig) -> int:
+        return MULTIPROCESSORS * config.ctas_per_sm
+
+    monkeypatch.setattr(planning, "uses_triton", lambda device: True)
+    monkeypatch.setattr(planning, "arch_of", lambda device: "sm_90")
+    for module in (planning, run):
+        monkeypatch.setattr(module, "programs_of", programs)
+
+
+def plan(kernel: str, rows: int, dim: int, bits: int, batch: int, *, divide: bool | None, deterministic: bool = False) -> Plan:
+    """A plan of chains, four query heads to a KV head."""
+    cache = torch.bfloat16 if bits == 16 else torch.float8_e4m3fn
+    return plan_of(torch.empty(batch, dtype=torch.int32, device="meta"), Layers(
+        num_draft_tokens=rows // 4, q_heads=4 * KV_HEADS, kv_heads=KV_HEADS, head_dim=dim, v_head_dim=None, dtype=torch.bfloat16,
+        cache_dtype=cache, page_size=1, window=-1, branches=False, q_offsets=None, num_rows=None, mask=None,
+        mask_layout="qlen_only", mask_offsets=None, deterministic=deterministic, divide=divide, programs=None, config=None,
+        kernel=kernel, out=None,
+    ))[0]  # fmt: skip
+
+
+def plans(kernel: str, divide: bool | None) -> list[Plan]:
+    dims, caches = (specialized.HEAD_DIMS, (16,)) if kernel == "specialized" else ((128, 256, 512), (8, 16))
+    return [
+        plan(kernel, rows, dim, bits, batch, divide=divide)
+        for rows in (16, 32, 64, 256) for dim in dims for bits in caches for batch in BATCHES
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("divide", [None, False, True])
+@pytest.mark.parametrize("kernel", ["fused", "specialized"])
+def test_the_shortest_part_is_that_of_who_reads_and_who_combines(kernel: str, divide: bool | None) -> None:
+    made = plans(kernel, divide)
+    assert {p.divides for p in made} == ({True, False} if divide is None else {divide})
+    for p in made:
+        constants, config = plan_constants(p, None), p.shape.config
+        if p.divides:
+            assert constants["MIN_CHUNK"] == MIN_CHUNKS[kernel, config.combine]
+            assert constants["BY_LAUNCH"] == (config.combine == "launch")
+            p = p.undivided()
+            constants = plan_constants(p, None)
+        assert p.kernel == kernel
+        # The same for all: what divides nothing is compiled once.
+        assert (constants["SPLIT"], constants["BY_LAUNCH"], constants["MIN_CHUNK"]) == (False, False, 1)
+
+
+def test_every_launch_that_the_table_knows_was_planned_for() -> None:
+    table = tables.read("sm_90")
+    assert table is not None
+    for kernel in ("fused", "specialized"):
+        known = {entry.launch for entry in table.kernels[kernel]}
+        used = {p.shape.config for divide in (False, True) for p in plans(kernel, divide)}
+        assert used >= known, kernel
+
+
+def test_an_undivided_plan_needs_no_pair_that_nobody_divides_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel's configuration stands in an undivided plan of the specialised one: that pair need not mean anything."""
+    undivided = plan("specialized", 256, 128, 16, 600, divide=False)
+    divided = plan("specialized", 256, 128, 16, 1, divide=True)
+    monkeypatch.setattr(plan_module, "MIN_CHUNKS", {})
+    assert plan_constants(undivided, None)["MIN_CHUNK"] == 1
+    with pytest.raises(KeyError):
+        plan_constants(divided, None)
+
+
+def test_a_deterministic_part_is_the_same_for_every_launch() -> None:
+    p = plan("fused", 16, 128, 16, 4, divide=True, deterministic=True)
+    assert p.divides
+    assert plan_constants(p, None)["MIN_CHUNK"] == DETERMINISTIC_CHUNK

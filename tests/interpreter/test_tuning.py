@@ -26,7 +26,7 @@ def expected(request: pytest.FixtureRequest, device: str) -> Expected:
 
 def test_the_kernel_passes(expected: Expected) -> None:
     arch = arch_of(expected.out.device)
-    for config in (LaunchConfig(16, 32, 4, 2), LaunchConfig(32, 16, 4, 1)):
+    for config in (LaunchConfig(16, 32, 4, 2), LaunchConfig(32, 16, 4, 1), LaunchConfig(16, 32, 4, 2, combine="launch")):
         assert expected.problem(config, arch) == ""
 
 

@@ -14,10 +14,11 @@ import torch
 from benchmarks.arms import Call, arguments_of, make_plan
 from benchmarks.inputs import Inputs
 from sglang_specverify.hardware import detect
-from sglang_specverify.kernels.combine_parts import fused_launches, specialized_launches
-from sglang_specverify.kernels.fused import split_of
+from sglang_specverify.kernels.combine_parts import combinations
+from sglang_specverify.kernels.fused import fused_launch, split_of
 from sglang_specverify.kernels.launch import Launch, arch_of
 from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
+from sglang_specverify.kernels.specialized import ARCH, specialized_launch
 
 
 def planned(
@@ -53,11 +54,13 @@ def planned(
     layers = []
     for layer in range(made.layers):
         a = replace(arguments, k_cache=made.k[layer], v_cache=made.v[layer])
+        arch, config = arch_of(out.device), plan.shape.config
         if variant == "fused_split":
-            launches = fused_launches(a, problem, out, None, plan.shape.config, arch_of(out.device), plan=plan, split=split)
+            first = fused_launch(a, problem, out, None, config, arch, plan=plan, split=split)
         else:
-            programs = detect().multiprocessors
-            launches = specialized_launches(a, problem, out, None, plan.shape.config, programs=programs, plan=plan, split=split)
+            arch, programs = ARCH, detect().multiprocessors
+            first = specialized_launch(a, problem, out, None, config, programs=programs, plan=plan, split=split)
+        launches = [first, *combinations(a, problem, out, None, arch, split)]
         if not early:
             launches = [_in_order(launch) for launch in launches]
         if kernel is not None:

@@ -162,11 +162,12 @@ def run(
         except Exception as failure:
             row = {"name": point.name, "point": point.as_dict(), "why": f"{type(failure).__name__}: {failure}"[:300]}
             typer.echo(report.line(row))
-        before = [place for place, old in enumerate(rows) if old["name"] == point.name]
-        if "why" not in row or not before:
-            row = carried(row, [rows[place] for place in before])
-            rows[:] = [old for place, old in enumerate(rows) if place not in before]
+        old = next((old for old in rows if old["name"] == point.name), None)
+        if old is None:
             rows.append({**row, "date": record.date()})
+        elif "why" not in row:
+            rows.remove(old)
+            rows.append({**carried(row, old), "date": record.date()})
         keep()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -175,14 +176,13 @@ def run(
     return True
 
 
-def carried(row: dict[str, Any], before: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def carried(row: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """A new row with times of the states of the cache that it does not have, from the row it replaces, with that one's date."""
     arms = dict(row.get("arms", {}))
-    for old in before:
-        for name, found in old.get("arms", {}).items():
-            for state in State:
-                if name in arms and state not in arms[name] and state in found and "why" not in arms[name]:
-                    arms[name] = {**arms[name], state.value: {"date": old["date"], **found[state]}}
+    for name, found in old.get("arms", {}).items():
+        for state in State:
+            if name in arms and state not in arms[name] and state in found and "why" not in arms[name]:
+                arms[name] = {**arms[name], state.value: {"date": old["date"], **found[state]}}
     return {**row, "arms": arms}
 
 

@@ -11,11 +11,11 @@ import torch
 
 from sglang_specverify.kernels.aot_cases import Case, configured, meta
 from sglang_specverify.kernels.arguments import VerifyArguments
-from sglang_specverify.kernels.combine_parts import specialized_launches
+from sglang_specverify.kernels.combine_parts import combinations
 from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
-from sglang_specverify.kernels.specialized import ARCH, refusal
+from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
 
 _MULTIPROCESSORS = 132
 
@@ -62,7 +62,8 @@ class SpecializedCase:
         lse = meta(problem.rows, problem.q_heads, dtype=torch.float32) if a.return_lse else None
         plan, _ = own_plan(a, problem, config, divide=self.divide, programs=_MULTIPROCESSORS, kernel="specialized")
         split = split_of(plan, None, problem.device) if self.divide and plan is not None else None
-        return specialized_launches(a, problem, out, lse, config, programs=_MULTIPROCESSORS, plan=plan, split=split)
+        first = specialized_launch(a, problem, out, lse, config, programs=_MULTIPROCESSORS, plan=plan, split=split)
+        return [first, *combinations(a, problem, out, lse, ARCH, split)]
 
 
 def specialized(arch: str, *, short: bool = False) -> Iterator[SpecializedCase]:

@@ -1,56 +1,19 @@
-"""The launches of a call: the attention kernel itself, and the one that combines parts where its plan says so."""
+"""The launch that combines the parts of divided prefixes, where a plan leaves that to one."""
 
 from __future__ import annotations
 
 import torch
 
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import Split, fused_launch, scale_mode, scale_of, strides_of
-from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
-from sglang_specverify.kernels.plan import Plan, padded
-from sglang_specverify.kernels.specialized import ARCH, specialized_launch
+from sglang_specverify.kernels.fused import Split, scale_mode, scale_of, strides_of
+from sglang_specverify.kernels.launch import Launch, has_dependent_launch
+from sglang_specverify.kernels.plan import padded
 
 #: Columns of a program, which has one warp: of 32 lanes, so that each reads 16 bytes of a part.
 _COLUMNS = 128
 
 
-def fused_launches(
-    a: VerifyArguments | DraftArguments,
-    problem: Problem,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    config: LaunchConfig,
-    arch: str,
-    *,
-    plan: Plan | None = None,
-    split: Split | None = None,
-    merge: bool = False,
-) -> list[Launch]:
-    """What `fused_launch` says, and behind it a second launch where the plan's parts are combined by one.
-
-    How many there are depends on the plan's configuration and on no length, so that a captured graph has them all.
-    """
-    first = fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)
-    return [first, *_combinations(a, problem, out, lse, arch, split)]
-
-
-def specialized_launches(
-    a: VerifyArguments,
-    problem: Problem,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    config: LaunchConfig,
-    *,
-    programs: int,
-    plan: Plan | None = None,
-    split: Split | None = None,
-) -> list[Launch]:
-    """What `specialized_launch` says, and behind it a second launch, as for the fused kernel."""
-    first = specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan, split=split)
-    return [first, *_combinations(a, problem, out, lse, ARCH, split)]
-
-
-def _combinations(
+def combinations(
     a: VerifyArguments | DraftArguments,
     problem: Problem,
     out: torch.Tensor,
@@ -58,26 +21,17 @@ def _combinations(
     arch: str,
     split: Split | None,
 ) -> list[Launch]:
-    if split is None or not split.plan.combined_by_launch:
-        return []
-    return [combine_launch(a, problem, out, lse, arch, split)]
+    """What goes directly behind the attention launch of a checked call: nothing, or the launch that combines the parts.
 
-
-def combine_launch(
-    a: VerifyArguments | DraftArguments,
-    problem: Problem,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    arch: str,
-    split: Split,
-) -> Launch:
-    """The launch that combines the parts of the divided prefixes of a checked call; it goes directly behind what
-    writes them, and is the same for both kernels, whose parts lie alike.
+    Whether there is one depends on the plan's configuration and on no length, so that a captured graph has it always. It is
+    the same for both kernels, whose parts lie alike.
 
     On NVIDIA from SM90 on it may start while the first launch runs, and waits for its end before it reads a part. Only this
     launch has that attribute: the first one reads Q, K and V that other kernels of the step write, and starts when they have
     ended.
     """
+    if split is None or not split.plan.combined_by_launch:
+        return []
     from sglang_specverify.kernels.combine_parts_kernel import combine_parts_kernel
 
     shape, early = split.plan.shape, has_dependent_launch(arch)
@@ -86,7 +40,7 @@ def combine_launch(
     q_offsets = a.q_offsets if isinstance(a, VerifyArguments) else None
     v_scale, v_factor = scale_of(a.v_scale)
     strides = strides_of(a, out, lse)
-    return Launch(
+    launch = Launch(
         kernel=combine_parts_kernel,
         grid=(shape.rows * (block_dv // columns), problem.kv_heads, problem.batch),
         arguments={
@@ -118,3 +72,4 @@ def combine_launch(
         },
         options={"num_warps": 1, "num_stages": 1} | ({"launch_pdl": True} if early else {}),
     )
+    return [launch]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.combine_parts import fused_launches
-from sglang_specverify.kernels.fused import split_of
+from sglang_specverify.kernels.combine_parts import combinations
+from sglang_specverify.kernels.fused import fused_launch, split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.run import own_plan
 
@@ -32,4 +32,5 @@ def configured_launches(
     """
     plan, before = own_plan(a, problem, config, divide=divide, programs=programs)
     split = split_of(plan, None, problem.device) if divide and plan is not None else None
-    return [*before, *fused_launches(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)]
+    first = fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split, merge=merge)
+    return [*before, first, *combinations(a, problem, out, lse, arch, split)]

@@ -7,11 +7,12 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.combine_parts import fused_launches, specialized_launches
-from sglang_specverify.kernels.fused import check_plan, packed_rows, refusal, split_of, tree_of
+from sglang_specverify.kernels.combine_parts import combinations
+from sglang_specverify.kernels.fused import check_plan, fused_launch, packed_rows, refusal, split_of, tree_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, Shape, plan_launch, with_buffer
 from sglang_specverify.kernels.reference import Result, run_draft_decode, run_verify
+from sglang_specverify.kernels.specialized import ARCH, specialized_launch
 from sglang_specverify.kernels.specialized import refusal as specialized_refusal
 from sglang_specverify.kernels.tables import TableFacts, lookup
 from sglang_specverify.kernels.variants import DIVIDING, SPECIALIZED, Choice, VariantFacts, choose_variant
@@ -140,9 +141,11 @@ def launches(
         split = split_of(plan, workspace, problem.device)
     if kernel == "specialized":
         assert isinstance(a, VerifyArguments)
-        programs = detect().multiprocessors
-        return [*before, *specialized_launches(a, problem, out, lse, config, programs=programs, plan=plan, split=split)]
-    return [*before, *fused_launches(a, problem, out, lse, config, arch, plan=plan, split=split)]
+        arch, programs = ARCH, detect().multiprocessors
+        first = specialized_launch(a, problem, out, lse, config, programs=programs, plan=plan, split=split)
+    else:
+        first = fused_launch(a, problem, out, lse, config, arch, plan=plan, split=split)
+    return [*before, first, *combinations(a, problem, out, lse, arch, split)]
 
 
 def own_plan(

@@ -46,6 +46,11 @@ class LayerFacts:
     #: Layer attributes that are set and that no route knows, such as "xai_temperature_len".
     unknown: frozenset[str] = frozenset()
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q_heads // max(1, self.kv_heads)
+
 
 @dataclass(frozen=True)
 class ServerFacts:

@@ -131,7 +131,7 @@ def _flash_keeps(case: Case) -> str | None:
     plain = plain and not case.has_sinks and server.kv_cache_dtype not in FP8_CACHES
     facts = chain.ChainFacts(
         arch=case.hardware.arch,
-        rows=server.num_draft_tokens * max(layer.q_heads // max(layer.kv_heads, 1), 1),
+        rows=server.num_draft_tokens * layer.group,
         kv_heads=layer.kv_heads,
         head_dims=(layer.head_dim, layer.v_head_dim),
         requests=server.requests,

@@ -182,9 +182,8 @@ def _refuse_tile(case: Case) -> str | None:
 
 def _tree_facts(case: Case) -> TreeFacts:
     server, layer = case.server, case.layer
-    width, group = server.num_draft_tokens, layer.q_heads // max(1, layer.kv_heads)
-    specialized = _refuse_specialized(case) is None
-    return TreeFacts(case.hardware.arch, width, group, server.context, server.deterministic, specialized=specialized)
+    width, specialized = server.num_draft_tokens, _refuse_specialized(case) is None
+    return TreeFacts(case.hardware.arch, width, layer.group, server.context, server.deterministic, specialized=specialized)
 
 
 def _refuse_specialized(case: Case) -> str | None:

@@ -69,7 +69,7 @@ def test_old_rows_stay_until_there_are_new_ones() -> None:
 def test_times_of_a_state_that_is_not_measured_again_stay_with_their_date() -> None:
     old = {"date": "then", "arms": {"ours": {"warm": {"us": 9.0}, "cold": {"us": 9.5}}, "gone": {"warm": {"us": 1.0}}}}
     new = {"name": "x", "arms": {"ours": {"cold": {"us": 8.0}}, "wrong": {"why": "wrong"}}}
-    assert verify_attention.carried(new, [{**old, "arms": {**old["arms"], "wrong": {"warm": {"us": 2.0}}}}])["arms"] == {
+    assert verify_attention.carried(new, {**old, "arms": {**old["arms"], "wrong": {"warm": {"us": 2.0}}}})["arms"] == {
         "ours": {"cold": {"us": 8.0}, "warm": {"date": "then", "us": 9.0}}, "wrong": {"why": "wrong"},
     }  # fmt: skip
 

@@ -11,12 +11,12 @@ import torch
 
 from sglang_specverify.kernels import verify_attention
 from sglang_specverify.kernels.arguments import VerifyArguments, check_verify
-from sglang_specverify.kernels.combine_parts import specialized_launches
+from sglang_specverify.kernels.combine_parts import combinations
 from sglang_specverify.kernels.fused import split_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of
 from sglang_specverify.kernels.plan import Plan
 from sglang_specverify.kernels.run import config_of, own_plan
-from sglang_specverify.kernels.specialized import ARCH, refusal
+from sglang_specverify.kernels.specialized import ARCH, refusal, specialized_launch
 from sglang_specverify.kernels.specialized_kernel import specialized_kernel
 from tests.kernels.cases import Config
 
@@ -91,7 +91,8 @@ def launches_of(
         # NaN in every part that nobody writes, and zeros in the counters.
         scratch = torch.full((plan.shape.workspace_bytes(plan.batch),), 255, dtype=torch.uint8, device=problem.device)
         divided = split_of(plan, scratch, problem.device)
-    return specialized_launches(call, problem, out, lse, chosen, programs=programs, plan=plan, split=divided)
+    first = specialized_launch(call, problem, out, lse, chosen, programs=programs, plan=plan, split=divided)
+    return [first, *combinations(call, problem, out, lse, ARCH, divided)]
 
 
 def run(launches: list[Launch], *, seed: int = 0, program: type[gluon_cpu.Program] | None = None) -> None:

@@ -2,12 +2,15 @@
 
     python -m benchmarks.end_to_end --minutes 9 --out e2e.json
     python -m benchmarks.end_to_end --minutes 9 --resume e2e.json --out e2e.json
+    for name in chain off; do python -m benchmarks.end_to_end --scenario $name --turns lock --out $name.json & done; wait
+    python -m benchmarks.end_to_end --minutes 0 --resume e2e.json --resume chain.json --resume off.json --out e2e.json
     python -m benchmarks.end_to_end_report e2e.json --plot e2e.png
 
 Engines of real shapes with made-up weights. For each stock arm an engine of it and one of the plugin's are resident at once and
 serve the same batches in turn, one at a time. The plugin's engine stays for the next stock arm. Every cell is written at once,
-`--resume` goes on where time ran out, and an arm that fails leaves its reason and the others. `--dry-run` takes the same path
-on any machine.
+`--resume` goes on where time ran out, and an arm that fails leaves its reason and the others. Several calls with one `--turns`
+start their engines side by side and measure one after the other; `--resume` with each of their files puts them together.
+`--dry-run` takes the same path on any machine.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from benchmarks import shapes
 from benchmarks.clocks import Clocks
 from benchmarks.end_to_end_run import Clock, Run
 from benchmarks.engines import OURS, Engine, faults
+from benchmarks.turns import Turns
 from sglang_specverify.demo import processes
-from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.errors import SpecverifyError, show_without_traceback
 
 #: Seconds that stay for asking engines what ran, stopping them and writing.
 _RESERVE = 12.0
@@ -61,14 +65,16 @@ def serve_scenario(run: Run, chosen: plan.Scenario, wanted: Sequence[plan.Cell])
                 ours.stop()
                 ours = None
             with contextlib.ExitStack() as passing:
-                theirs = passing.enter_context(run.engine(chosen, stock, wanted)).start()
-                fresh = ours is None
-                if ours is None:
-                    ours = lasting.enter_context(run.engine(chosen, OURS, wanted)).start()
-                run.say(f"{chosen.name}: starting {stock}{f' and {OURS}' if fresh else f' beside {OURS}'}")
-                answering = [wait(run, chosen, stock, engine) for engine in ((theirs, ours) if fresh else (theirs,))]
+                with run.turns.shared(max(run.clock.left() - needed, 0.0)):
+                    theirs = passing.enter_context(run.engine(chosen, stock, wanted)).start()
+                    fresh = ours is None
+                    if ours is None:
+                        ours = lasting.enter_context(run.engine(chosen, OURS, wanted)).start()
+                    run.say(f"{chosen.name}: starting {stock}{f' and {OURS}' if fresh else f' beside {OURS}'}")
+                    answering = [wait(run, chosen, stock, engine) for engine in ((theirs, ours) if fresh else (theirs,))]
                 if all(answering):
-                    serve_phase(run, chosen, stock, {stock: theirs, OURS: ours}, todo)
+                    with run.turns.alone(max(run.clock.left() - _RESERVE, 0.0)):
+                        serve_phase(run, chosen, stock, {stock: theirs, OURS: ours}, todo)
             if fresh and not answering[1]:
                 ours.stop()
                 return
@@ -187,7 +193,10 @@ def main(
     ] = None,
     context_length: Annotated[int | None, typer.Option(help="Of every engine; the model's own unless given.")] = None,
     minutes: Annotated[float, typer.Option(help="Start nothing that would not end by then.")] = 60.0,
-    resume: Annotated[Path | None, typer.Option(help="Result file to go on with.")] = None,
+    resume: Annotated[
+        list[Path] | None, typer.Option(help="Result file to go on with; several times, of two rows of a cell the later file's.")
+    ] = None,
+    turns: Annotated[Path | None, typer.Option(help="Lock file of calls that share the device; each measures alone.")] = None,
     start_limit: Annotated[float, typer.Option(help="Seconds that an engine may take to start.")] = 240.0,
     start_guess: Annotated[float, typer.Option(help="Seconds that must be left to start engines at all.")] = 90.0,
     logs: Annotated[Path | None, typer.Option(help="Folder for the engines' output.")] = None,
@@ -220,8 +229,10 @@ def main(
     with tempfile.TemporaryDirectory(prefix="specverify-") as folder, processes.stopping_on_signals():
         run = Run(shapes.get(shape), arms, repetitions, Clock(minutes * 60), start_limit, out, Path(folder), settings, logs)
         run.context_length = context_length
-        if resume is not None and resume.exists():
-            run.load(resume)
+        run.turns = Turns(turns)
+        for file in resume or ():
+            if file.exists():
+                run.load(file)
         run.save()
         wanted = [
             (chosen, plan.with_answers(cells_of(chosen, lengths, counts, dry_run=dry_run), answer or ())) for chosen in scenarios
@@ -254,4 +265,5 @@ def finish(run: Run, left: int) -> None:
 
 
 if __name__ == "__main__":
+    show_without_traceback()
     typer.run(main)

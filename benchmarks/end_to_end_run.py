@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import end_to_end_plan as plan
 from benchmarks import record, shapes
 from benchmarks.engines import Engine, Setup
+from benchmarks.turns import Turns
 from sglang_specverify.errors import SpecverifyError
 
 HOW = {
@@ -52,6 +53,7 @@ class Run:
     settings: dict[str, Any]
     logs: Path | None = None
     context_length: int | None = None
+    turns: Turns = field(default_factory=lambda: Turns(None))
     accept_length: float = 3.0
     cells: list[dict[str, Any]] = field(default_factory=list)
     engines: list[dict[str, Any]] = field(default_factory=list)
@@ -101,14 +103,20 @@ class Run:
     def note(self, chosen: plan.Scenario, stock: str, engine: Engine, found: dict[str, Any]) -> None:
         """Remember what one engine was, and what it said or why it failed; the next `save` writes it."""
         who = {"shape": self.shape.name, "scenario": chosen.name, "stock": stock, "arm": engine.setup.arm}
-        others = [row for row in self.engines if any(row[name] != value for name, value in who.items())]
-        self.engines = [*others, {**who, "setup": engine.setup.as_dict(), **found}]
+        self._remember({**who, "setup": engine.setup.as_dict(), **found})
+
+    def _remember(self, engine: dict[str, Any]) -> None:
+        who = ("shape", "scenario", "stock", "arm")
+        self.engines = [*(row for row in self.engines if any(row[name] != engine[name] for name in who)), engine]
 
     def load(self, file: Path) -> None:
-        """Take over what an earlier call found."""
+        """Take over what an earlier call found, over what was taken over before."""
         before = json.loads(file.read_text())
         if before["settings"]["shape"] != self.shape.name:
             raise SpecverifyError(f"{file} is of shape {before['settings']['shape']}", "write each shape to a file of its own")
-        self.cells, self.engines = before["cells"], before["engines"]
+        for row in before["cells"]:
+            self.cells = plan.merged(self.cells, row)
+        for engine in before["engines"]:
+            self._remember(engine)
         kept = ("date", "command", "versions", "hardware", "settings")
-        self.earlier = [*before["earlier"], {name: before[name] for name in kept}]
+        self.earlier += [row for row in (*before["earlier"], {name: before[name] for name in kept}) if row not in self.earlier]

@@ -1,12 +1,13 @@
 """Tokens per second of whole engines that verify chains of 4 over long contexts, through the plugin and without it.
 
     python -m benchmarks.long_context_engines --minutes 7 --out long-engines.json
+    python -m benchmarks.long_context_engines --shape llama3-70b-tp8 --minutes 7 --out long-engines-llama3-70b-tp8.json
     python -m benchmarks.long_context_engines --dry-run --minutes 8 --out dry.json
 
-Engines of Qwen3-8B's shape with made-up weights and a one-layer EAGLE3 draft. Those of a phase are resident at once and serve
-the same requests in turn. A prefix of 128 k tokens takes long to extend by and 20 GB to keep, so all requests of an engine share
-one, from its prefix cache. What is timed is decoding: two answers of different lengths to the same prompts, and the difference of
-their latencies.
+Engines of Qwen3-8B's shape, or of what one of eight devices holds of Llama 3 70B, with made-up weights and a one-layer EAGLE3
+draft. Those of a phase are resident at once and serve the same requests in turn. A prefix of 128 k tokens takes long to extend by
+and 20 GB to keep, so all requests of an engine share one, from its prefix cache. What is timed is decoding: two answers of
+different lengths to the same prompts, and the difference of their latencies.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from benchmarks.long_context_engines_plan import (
     unserved,
     verdicts,
 )
+from benchmarks.turns import Turns
 from sglang_specverify.demo import processes
 from sglang_specverify.errors import SpecverifyError
 
@@ -67,6 +69,7 @@ class Run:
     settings: dict[str, Any]
     answers: Answers = field(default_factory=Answers)
     logs: Path | None = None
+    turns: Turns = field(default_factory=lambda: Turns(None))
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -102,15 +105,17 @@ class Run:
 def serve_phase(run: Run, names: Sequence[str]) -> None:
     """Start the engines of a phase, extend each by the shared prefix, and measure all cells."""
     with contextlib.ExitStack() as stack:
-        started = {name: stack.enter_context(run.engine(name)).start() for name in names}
-        run.say(f"starting {', '.join(started)}")
-        ready = {name: engine for name, engine in started.items() if prepare(run, name, engine)}
-        # The longest first: its prefix holds those of the others.
-        for cell in sorted(run.cells, key=lambda cell: -cell.length):
-            if ready and run.left() > RESERVE:
-                measure(run, cell, ready)
-        for name, engine in ready.items():
-            check(run, name, engine)
+        with run.turns.shared(max(run.left() - RESERVE, 0.0)):
+            started = {name: stack.enter_context(run.engine(name)).start() for name in names}
+            run.say(f"starting {', '.join(started)}")
+            ready = {name: engine for name, engine in started.items() if prepare(run, name, engine)}
+        with run.turns.alone(max(run.left() - RESERVE, 0.0)):
+            # The longest first: its prefix holds those of the others.
+            for cell in sorted(run.cells, key=lambda cell: -cell.length):
+                if ready and run.left() > RESERVE:
+                    measure(run, cell, ready)
+            for name, engine in ready.items():
+                check(run, name, engine)
 
 
 def prepare(run: Run, name: str, engine: Engine) -> bool:
@@ -199,6 +204,7 @@ def check(run: Run, name: str, engine: Engine) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="Result file to write, after every cell.")],
+    shape: Annotated[str, typer.Option(help=f"One of {', '.join(shapes.SHAPES)}; each to a file of its own.")] = "qwen3-8b",
     arm: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(ARMS)}; repeatable. All if left out.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeatable.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Requests at once; repeatable.")] = None,
@@ -208,22 +214,31 @@ def main(
     resident: Annotated[int, typer.Option(min=1, help="Engines beside each other.")] = RESIDENT,
     start_limit: Annotated[float, typer.Option(help="Seconds that an engine may take to start.")] = 240.0,
     logs: Annotated[Path | None, typer.Option(help="Folder for the engines' output.")] = None,
+    turns: Annotated[Path | None, typer.Option(help="Lock file of calls that share the device; each measures alone.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="A tiny model, two cells: does everything work?")] = False,
 ) -> None:
     """Measure engines until all is measured or the time is used up."""
     unknown = set(arm or ()) - set(ARMS)
     if unknown:
         raise typer.BadParameter(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}", param_hint="--arm")
+    shape = "tiny" if dry_run else shape
     arms = list(arm or (["triton", "specverify-triton"] if dry_run else ARMS))
     lengths, batches = length or ([40] if dry_run else LENGTHS), batch or ([1, 2] if dry_run else BATCHES)
     cells = [Cell(n, b) for n in lengths for b in batches]
-    settings = {"arms": arms, "lengths": list(lengths), "batches": list(batches), "repetitions": repetitions, "dry_run": dry_run}
+    settings: dict[str, Any] = {
+        "shape": shape,
+        "arms": arms,
+        "lengths": list(lengths),
+        "batches": list(batches),
+        "repetitions": repetitions,
+        "dry_run": dry_run,
+    }
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="specverify-") as folder, processes.stopping_on_signals():
         end = time.monotonic() + 60 * minutes
         run = Run(
-            model_of(dry_run),
+            model_of(shape),
             cells,
             repetitions,
             end,
@@ -233,9 +248,13 @@ def main(
             settings,
             TINY_ANSWERS if dry_run else Answers(),
             logs,
+            Turns(turns),
         )
         if resume is not None and resume.exists():
             before = json.loads(resume.read_text())
+            # Files from before there were several shapes do not name theirs.
+            if (other := before["settings"].get("shape", "qwen3-8b")) != shape:
+                raise SpecverifyError(f"{resume} is of shape {other}", "write each shape to a file of its own")
             run.engines, run.rows = before["engines"], {row["name"]: row for row in before["cells"]}
         run.save()
         with broken_off_after(60 * minutes + RESERVE):

@@ -165,11 +165,12 @@ def unserved(setup: Setup, stats: Mapping[str, Any]) -> list[str]:
     return [f"verify ran on SGLang's own kernel: {reason}" for reason in theirs] if setup.base == "triton" else []
 
 
-def model_of(dry_run: bool) -> shapes.Shape:
-    """Qwen3-8B's shape with positions for long contexts: its own end at 40960, and rotary tables are as long as they say."""
-    if dry_run:
-        shape, positions = shapes.get("tiny"), 16384
-    else:
-        shape, positions = shapes.get("qwen3-8b"), 262144
+def model_of(name: str) -> shapes.Shape:
+    """A shape with positions for long contexts: Qwen3-8B's own end at 40960, and rotary tables are as long as they say.
+
+    Raises:
+        ArgumentError: there is no such shape.
+    """
+    shape, positions = shapes.get(name), 16384 if name == "tiny" else 262144
     target, draft = ({**config, "max_position_embeddings": positions} for config in (shape.target, shape.draft))
     return replace(shape, name=f"{shape.name}-long", target=target, draft=draft)

@@ -152,6 +152,33 @@ def _gpt_oss_20b() -> dict[str, Any]:
     }
 
 
+def _llama3_70b_slice() -> dict[str, Any]:
+    """What one of eight devices holds of Llama 3 70B under tensor parallelism: an eighth of the heads, of the MLP and of the
+    vocabulary. What the devices tell each other is not in it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256 // 8,
+        "hidden_size": 8192,
+        "intermediate_size": 28672 // 8,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64 // 8,
+        "num_key_value_heads": 8 // 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+
+
 def _shapes() -> dict[str, Shape]:
     qwen = _qwen3()
     # Qwen3.5's full-attention heads in Qwen3-8B's body: nothing but the attention differs from the shape above.
@@ -175,6 +202,7 @@ def _shapes() -> dict[str, Shape]:
         Shape("qwen3-8b", qwen, _draft(qwen)),
         Shape("qwen3-d256", wide, _draft(wide)),
         Shape("gpt-oss-20b", gpt := _gpt_oss_20b(), _draft(gpt)),
+        Shape("llama3-70b-tp8", llama := _llama3_70b_slice(), _draft(llama, draft_vocabulary=llama["vocab_size"])),
         Shape("tiny", tiny, _draft(tiny, draft_vocabulary=256)),
     )
     return {shape.name: shape for shape in found}

@@ -308,3 +308,20 @@ def test_a_cell_with_other_answers_is_measured_anew(tmp_path: Path) -> None:
     assert run.open_cells(CHOSEN, "fa3", [longer, *CELLS[1:]]) == [longer, *CELLS[1:]]
     run.add({**run.row(CHOSEN, "fa3", longer), "arms": {}})
     assert [row["output"] for row in run.cells] == [longer.output]
+
+
+def test_files_of_several_calls_are_put_together(tmp_path: Path) -> None:
+    """Of two rows of one cell the later file's stays, as of two notes on one engine."""
+    first, second = a_run(tmp_path / "first.json"), a_run(tmp_path / "second.json")
+    for run, cells in ((first, CELLS), (second, CELLS[:1])):
+        for cell in cells:
+            run.add({**run.row(CHOSEN, "fa3", cell), "arms": {}, "from": run.out.name})
+        run.engines = [{"shape": "tiny", "scenario": "64x4", "stock": "fa3", "arm": "fa3", "from": run.out.name}]
+        run.settings["inputs"] = [cell.input for cell in cells]
+        run.save()
+    whole = a_run(tmp_path / "whole.json")
+    for run in (first, second):
+        whole.load(run.out)
+    assert {row["input"]: row["from"] for row in whole.cells} == {128: "second.json", 8: "first.json"}
+    assert [row["from"] for row in whole.engines] == ["second.json"]
+    assert [row["settings"]["inputs"] for row in whole.earlier] == [[128, 8], [128]]

@@ -63,9 +63,17 @@ def test_the_slow_arm_has_a_phase_of_its_own() -> None:
 
 
 def test_the_model_has_positions_for_its_contexts() -> None:
-    shape = model_of(dry_run=False)
+    shape = model_of("qwen3-8b")
     assert shape.target["max_position_embeddings"] == shape.draft["max_position_embeddings"] > 131072
     assert shape.target["num_hidden_layers"] == shapes.get("qwen3-8b").target["num_hidden_layers"] == 36
+
+
+def test_a_slice_is_an_eighth_of_a_model_that_shards() -> None:
+    """Published sizes of Llama 3 70B; hidden size and layers are whole on every device."""
+    slice_ = shapes.get("llama3-70b-tp8").target
+    whole = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}
+    assert {name: 8 * slice_[name] for name in whole} == whole
+    assert (slice_["hidden_size"], slice_["num_hidden_layers"]) == (8192, 80)
 
 
 def stats(kernel: str, calls: int = 5) -> dict[str, Any]:

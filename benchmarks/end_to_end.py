@@ -33,7 +33,7 @@ from benchmarks.end_to_end_run import Clock, Run
 from benchmarks.engines import OURS, Engine, faults
 from benchmarks.turns import Turns
 from sglang_specverify.demo import processes
-from sglang_specverify.errors import SpecverifyError, show_without_traceback
+from sglang_specverify.errors import ArgumentError, SpecverifyError, show_without_traceback
 
 #: Seconds that stay for asking engines what ran, stopping them and writing.
 _RESERVE = 12.0
@@ -182,7 +182,7 @@ def broken_off_after(seconds: float) -> Iterator[None]:
 def main(
     out: Annotated[Path, typer.Option(help="Result file to write.")],
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(shapes.SHAPES)}.")] = "qwen3-8b",
-    scenario: Annotated[list[str] | None, typer.Option(help="WxTOPK, chain, off or pressure; several times.")] = None,
+    scenario: Annotated[list[str] | None, typer.Option(help="WxTOPK, chain, chain-few, off or pressure; several times.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Stock backend; several times.")] = None,
     length: Annotated[list[int] | None, typer.Option("--input", help="Tokens of a prompt; several times.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(help="Requests at once; several times.")] = None,
@@ -250,8 +250,10 @@ def main(
 def cells_of(chosen: plan.Scenario, lengths: Sequence[int], counts: Sequence[int], *, dry_run: bool) -> list[plan.Cell]:
     if chosen.under_pressure and not dry_run:
         return [plan.pressure_cell()]
-    plain = chosen.topk <= 1
-    found = plan.cells(lengths, counts, plain=plain)
+    most = chosen.most_requests or max(counts)
+    found = plan.cells(lengths, [count for count in counts if count <= most], plain=chosen.topk <= 1)
+    if not found:
+        raise ArgumentError("concurrency", ", ".join(map(str, counts)), f"at most {most} requests at once in {chosen.name}")
     # A step takes seconds where kernels run in Triton's interpreter.
     return [plan.Cell(cell.input, cell.concurrency, 4) for cell in found] if dry_run else found
 

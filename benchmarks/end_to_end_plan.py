@@ -44,12 +44,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How engines speculate. `pool_share` below 1 makes their pool smaller than their requests together."""
+    """How engines speculate. `pool_share` below 1 makes their pool smaller than their requests together; `most_requests` is the
+    most that run at once, the largest cell's if None."""
 
     name: str
     speculation: Speculation | None
     page_size: int = 1
     pool_share: float = 1.0
+    most_requests: int | None = None
 
     @property
     def width(self) -> int:
@@ -80,7 +82,8 @@ def tree(width: int, topk: int) -> Speculation:
 
 
 def scenario(name: str) -> Scenario:
-    """`WxTOPK` for a tree, `chain` (topk 1, 4 draft tokens), `off`, or `pressure` (a small pool of pages of 64).
+    """`WxTOPK` for a tree, `chain` (topk 1, 4 draft tokens), `chain-few` (the same of servers for 8 requests, whose chains over
+    FlashAttention are the plugin's), `off`, or `pressure` (a small pool of pages of 64).
 
     Raises:
         ArgumentError: another name.
@@ -91,11 +94,13 @@ def scenario(name: str) -> Scenario:
             return Scenario(name, tree(width, topk))
     elif name == "chain":
         return Scenario(name, Speculation(1, 3, 4))
+    elif name == "chain-few":
+        return Scenario(name, Speculation(1, 3, 4), most_requests=8)
     elif name == "off":
         return Scenario(name, None)
     elif name == "pressure":
         return Scenario(name, tree(64, 8), page_size=64, pool_share=0.6)
-    raise ArgumentError("scenario", repr(name), "WxTOPK such as 128x16 with topk 2 or more, chain, off, pressure")
+    raise ArgumentError("scenario", repr(name), "WxTOPK such as 128x16 with topk 2 or more, chain, chain-few, off, pressure")
 
 
 def refusal(shape: Shape, chosen: Scenario, stock: str) -> str | None:

@@ -82,7 +82,7 @@ class Run:
     def engine(self, chosen: plan.Scenario, arm: str, wanted: Sequence[plan.Cell]) -> Engine:
         """An engine that serves all wanted cells, measured already or not: a resumed run has the same engines."""
         model, draft = self.shape.write(self.root)
-        most = max(cell.concurrency for cell in wanted)
+        most = chosen.most_requests or max(cell.concurrency for cell in wanted)
         setup = Setup(
             arm=arm,
             model=model,

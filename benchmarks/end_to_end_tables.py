@@ -64,6 +64,14 @@ def _is_longer(pair: Pair) -> bool:
     return bool(pair.row["output"] > plan.OUTPUTS.get(pair.row["concurrency"], pair.row["output"]))
 
 
+_NAMES = {
+    "off": "no speculation",
+    "chain": "chain of 4",
+    "chain-few": "chain of 4, servers for 8 requests",
+    "pressure": "W 64, topk 8, pages of 64, a pool that runs full",
+}
+
+
 def others(results: dict[str, Any]) -> list[str]:
     """Chains, no speculation, and a pool that is too small: beside stock, with how far rounds of one arm lie apart."""
     found = [pair for pair in report.pairs(results) if pair not in report.trees([pair])]
@@ -75,8 +83,7 @@ def others(results: dict[str, Any]) -> list[str]:
     ]
     for pair in found:
         scenario, length, requests = pair.place
-        name = {"off": "no speculation", "chain": "chain of 4", "pressure": "W 64, topk 8, pages of 64, a pool that runs full"}
-        cells = [name.get(scenario, scenario), str(length), str(requests), pair.stock, *_speeds(pair)[:2], f"{pair.ratio:.3f}"]
+        cells = [_NAMES.get(scenario, scenario), str(length), str(requests), pair.stock, *_speeds(pair)[:2], f"{pair.ratio:.3f}"]
         cells += [f"{max(pair.ours['spread'], pair.theirs['spread']):.1%}"]
         cells += [f"{arm['latency_p50_s']:.2f} / {arm['latency_p95_s']:.2f}" for arm in (pair.ours, pair.theirs)]
         lines.append("| " + " | ".join(cells) + " |")

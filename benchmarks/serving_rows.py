@@ -77,6 +77,8 @@ EXTRA = (
     Row("gather-page1-bf16", "plugin", flags=_tree_kernel("gather"), served=TREE_MODES),
     Row("triton-tree-page1-bf16", "plugin", base="triton", flags={"SGLANG_SPECVERIFY_BASE": "triton"},
         served=(*TREE_MODES, "draft_extend")),
+    Row("triton-chain-page1-bf16", "plugin", shape="chain", base="triton", flags={"SGLANG_SPECVERIFY_BASE": "triton"},
+        served=CHAIN_MODES),
 )  # fmt: skip
 
 #: Heads over two GPUs, beside the same servers on one; asked for by "tensor-parallel" alone, as all other rows need one GPU.

@@ -42,6 +42,11 @@ def test_scenarios_by_name() -> None:
     assert plan.scenario("128x4").speculation == Speculation(topk=4, steps=9, width=128)
     assert plan.scenario("chain").speculation == Speculation(topk=1, steps=3, width=4)
     assert plan.scenario("off").speculation is None
+    few = plan.scenario("chain-few")
+    assert few.speculation == plan.scenario("chain").speculation
+    assert [cell.concurrency for cell in end_to_end.cells_of(few, [128], plan.CONCURRENCIES, dry_run=False)] == [8, 1]
+    with pytest.raises(ArgumentError, match="at most 8"):
+        end_to_end.cells_of(few, [128], [32], dry_run=False)
     pressed = plan.scenario("pressure")
     assert pressed.page_size == 64 and pressed.under_pressure
     for name in ("128", "64x1", "1x8", "tree", "64x8x2", "-64x8"):

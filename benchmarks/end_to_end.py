@@ -186,6 +186,10 @@ def main(
     arm: Annotated[list[str] | None, typer.Option(help="Stock backend; several times.")] = None,
     length: Annotated[list[int] | None, typer.Option("--input", help="Tokens of a prompt; several times.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(help="Requests at once; several times.")] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(help="INPUTxCONCURRENCY; several times. These, in place of every input with every concurrency."),
+    ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Measured rounds of each arm and cell.")] = 3,
     answer: Annotated[
         list[str] | None,
@@ -207,7 +211,11 @@ def main(
         shape, repetitions, start_guess, start_limit = "tiny", 1, 5.0, 600.0
     names = scenario or (["4x2"] if dry_run else list(plan.DEFAULT_SCENARIOS))
     arms = arm or (["triton"] if dry_run else ["fa3", "triton"])
-    lengths, counts = length or ([8, 40] if dry_run else plan.INPUTS), concurrency or ([2] if dry_run else plan.CONCURRENCIES)
+    if cell and (length or concurrency):
+        raise ArgumentError("cell", ", ".join(cell), "no --input and no --concurrency beside it")
+    places = plan.places(cell or ())
+    lengths = length or [n for n, _ in places] or ([8, 40] if dry_run else plan.INPUTS)
+    counts = concurrency or [n for _, n in places] or ([2] if dry_run else plan.CONCURRENCIES)
     scenarios = [plan.scenario(name) for name in names]
     settings: dict[str, Any] = {
         "shape": shape,
@@ -215,6 +223,7 @@ def main(
         "arms": arms,
         "inputs": list(lengths),
         "concurrencies": list(counts),
+        "cells": list(cell or ()),
     }
     settings |= {
         "repetitions": repetitions,
@@ -235,7 +244,8 @@ def main(
                 run.load(file)
         run.save()
         wanted = [
-            (chosen, plan.with_answers(cells_of(chosen, lengths, counts, dry_run=dry_run), answer or ())) for chosen in scenarios
+            (chosen, plan.with_answers(plan.at(cells_of(chosen, lengths, counts, dry_run=dry_run), places), answer or ()))
+            for chosen in scenarios
         ]
         with broken_off_after(minutes * 60 + _HARD_MARGIN):
             for chosen, cells in wanted:

@@ -132,6 +132,33 @@ def cells(inputs: Iterable[int], concurrencies: Iterable[int], *, plain: bool = 
     ]
 
 
+def places(names: Iterable[str]) -> list[tuple[int, int]]:
+    """(input, concurrency) of cells named `INPUTxCONCURRENCY`.
+
+    Raises:
+        ArgumentError: another form.
+    """
+    found = []
+    for name in names:
+        if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)):
+            raise ArgumentError("cell", repr(name), "INPUTxCONCURRENCY such as 8192x8")
+        found.append((int(match[1]), int(match[2])))
+    return found
+
+
+def at(found: Sequence[Cell], chosen: Sequence[tuple[int, int]]) -> list[Cell]:
+    """The cells at these places; all if no places are given.
+
+    Raises:
+        ArgumentError: no cell is at any of them.
+    """
+    kept = [cell for cell in found if not chosen or (cell.input, cell.concurrency) in chosen]
+    if not kept:
+        names = (", ".join(f"{a}x{b}" for a, b in each) for each in (chosen, [(cell.input, cell.concurrency) for cell in found]))
+        raise ArgumentError("cell", *names)
+    return kept
+
+
 def with_answers(found: Iterable[Cell], wanted: Iterable[str]) -> list[Cell]:
     """Cells with other lengths of answers, given as `INPUTxCONCURRENCY=TOKENS`. What a cell costs beside its steps is in its time
     once; the longer the answers, the less it weighs.

@@ -64,6 +64,18 @@ def test_the_largest_cell_comes_first_and_its_prompts_hold_all_others() -> None:
     assert all(0 <= token < 32000 for token in largest[3])
 
 
+def test_single_cells_in_place_of_a_grid() -> None:
+    places = plan.places(["8192x8", "128x32"])
+    found = plan.at(plan.cells([length for length, _ in places], [count for _, count in places]), places)
+    assert [(cell.input, cell.concurrency) for cell in found] == [(8192, 8), (128, 32)]
+    assert plan.at(CELLS, []) == CELLS
+    with pytest.raises(ArgumentError, match="128x32"):
+        plan.at([plan.pressure_cell()], [(8192, 8)])
+    for name in ("8192", "8192x0", "x8", "128x16=3"):
+        with pytest.raises(ArgumentError, match="8192x8"):
+            plan.places([name])
+
+
 def test_answers_of_another_length_in_one_cell() -> None:
     found = plan.with_answers(plan.cells([128, 2048], [1, 32]), ["128x32=192"])
     assert [(cell.input, cell.concurrency, cell.output) for cell in found] == [

@@ -1,6 +1,7 @@
 """What a divided prefix of few requests takes, with its parts combined by the last program or by a second launch, beside FA3.
 
     python -m benchmarks.latency --out latency.json [--seconds 90] [--ablations] [--before before.py]
+    python -m benchmarks.latency --point "L 8192" --config block_n=64,num_stages=5 --out latency.json
     TRITON_INTERPRET=1 python -m benchmarks.latency --device cpu --out dry.json
 
 where `git show COMMIT:sglang_specverify/kernels/fused_kernel.py > before.py` makes the last file, a kernel to be timed as well.
@@ -16,13 +17,14 @@ the time that they take means anything.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ import torch
 
 from benchmarks import gate, inputs, record, timing
 from benchmarks.arms import Arm, Call
-from benchmarks.latency_arms import ABLATIONS, LONGER, planned
+from benchmarks.latency_arms import ABLATIONS, LONGER, changes_of, planned
 from benchmarks.measure import why
 from benchmarks.points import Point
 from benchmarks.stock import FLASH_ATTENTION
@@ -68,21 +70,31 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run, in Triton's interpreter")
     parser.add_argument("--ablations", action="store_true", help="time what is left where chains leave out a part of their work")
     parser.add_argument("--kind", choices=("chain", "draft", "tree"), help="only points of this kind")
+    parser.add_argument("--point", default="", help="only points whose name has this in it")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        help="NAME=NUMBER,...: the fused kernel launched otherwise, as one arm more; repeatable",
+    )
     parser.add_argument("--compile", metavar="N/OF", help="run every OFth point once, from the Nth on, untimed, and stop")
     options = parser.parse_args()
     begin = time.monotonic()
     device = torch.device(options.device)
     kernel = None if options.before is None else kernel_of(options.before)
     tiny = device.type != "cuda"
-    points = [point for point in (TINY if tiny else POINTS) if options.kind in (None, point.kind)]
+    points = [point for point in (TINY if tiny else POINTS) if options.kind in (None, point.kind) and options.point in point.name]
+    configs = {text: changes_of(text) for text in options.config}
     if options.compile:
         first, step = map(int, options.compile.split("/"))
         for point in points[first::step]:
             made = inputs.make(point, device, most_layers=1)
-            for _, build in ours(made, kernel).values():
-                build()(0)
+            for _, build in ours(made, kernel, configs).values():
+                # What does not fit the device is said where it is measured.
+                with contextlib.suppress(Exception):
+                    build()(0)
         return
-    jobs = [] if tiny else _compilers(options.before, options.kind)
+    jobs = [] if tiny else _compilers(sys.argv[1:], len(points))
     results: dict[str, Any] = {"points": []}
     _wait(jobs, begin + 0.5 * options.seconds)
     print(f"compiled ahead: {time.monotonic() - begin:.0f} s", flush=True)
@@ -90,17 +102,16 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             print("out of time before", point.name, flush=True)
             break
-        row = measure(point, kernel, device, ablations=options.ablations)
+        row = measure(point, kernel, device, ablations=options.ablations, configs=configs)
         results["points"].append(row)
         print(*lines(row), f"  ({time.monotonic() - begin:.0f} s)", sep="\n", flush=True)
         record.write(options.out, results)
 
 
-def _compilers(before: Path | None, kind: str | None) -> list[subprocess.Popen[bytes]]:
-    """Processes that compile: one for each processor but two, and no more than points."""
-    count = max(1, min(len(POINTS), (os.cpu_count() or 1) - 2))
-    command = [sys.executable, "-m", "benchmarks.latency", *([] if before is None else ["--before", str(before)])]
-    command += [] if kind is None else ["--kind", kind]
+def _compilers(arguments: list[str], points: int) -> list[subprocess.Popen[bytes]]:
+    """Processes that compile what this call measures: one for each processor but two, and no more than points."""
+    count = max(1, min(points, (os.cpu_count() or 1) - 2))
+    command = [sys.executable, "-m", "benchmarks.latency", *arguments]
     return [subprocess.Popen([*command, "--compile", f"{number}/{count}"]) for number in range(count)]
 
 
@@ -116,11 +127,14 @@ def _wait(jobs: list[subprocess.Popen[bytes]], deadline: float) -> None:
             print("compiling failed:", " ".join(map(str, job.args)), flush=True)  # type: ignore[arg-type]
 
 
-def ours(made: inputs.Inputs, before: Any = None) -> dict[str, tuple[str, Callable[[], Call]]]:
+def ours(
+    made: inputs.Inputs, before: Any = None, configs: Mapping[str, Mapping[str, int]] | None = None
+) -> dict[str, tuple[str, Callable[[], Call]]]:
     """Where each of this project's arms stands in a row of results, and how it is built.
 
     Args:
         before: the fused kernel of another commit, or None.
+        configs: by name, what launches of further arms have other than the tables say.
     """
     builders: dict[str, tuple[str, Callable[[], Call]]] = {
         "default": ("arms", lambda: planned(made)),
@@ -133,20 +147,30 @@ def ours(made: inputs.Inputs, before: Any = None) -> dict[str, tuple[str, Callab
     }
     if before is not None:
         builders["before"] = ("arms", lambda: planned(made, combine="last", kernel=before))
+    for name, changes in (configs or {}).items():
+        builders[name] = ("arms", lambda changes=changes: planned(made, changes=changes))  # type: ignore[misc]
     return builders | {name: ("arms", build) for name, build in arms_of(made).items()}
 
 
-def measure(point: Point, before: Any, device: torch.device, *, ablations: bool = False) -> dict[str, Any]:
+def measure(
+    point: Point,
+    before: Any,
+    device: torch.device,
+    *,
+    ablations: bool = False,
+    configs: Mapping[str, Mapping[str, int]] | None = None,
+) -> dict[str, Any]:
     """A row of results: of each arm its error against FP64, and microseconds warm and cold, or why there are none.
 
     Args:
         before: the fused kernel of another commit, or None.
         ablations: of chains also what is left without a part of their work.
+        configs: as `ours` takes them.
     """
     made = inputs.make(point, device)
     row: dict[str, Any] = {"name": point.name, "point": point.as_dict(), "layers": made.layers, "arms": {}, "ablations": {}}
     samples = gate.samples(made)
-    builders = ours(made, before)
+    builders = ours(made, before, configs)
     for arm in _stock(point, device):
         builders[arm.name] = ("arms", lambda arm=arm: arm.build(made))  # type: ignore[misc]
     if ablations and point.kind == "chain":

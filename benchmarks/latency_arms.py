@@ -4,19 +4,20 @@ leave out a part of the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from benchmarks.arms import Call, arguments_of, make_plan
 from benchmarks.inputs import Inputs
+from sglang_specverify.errors import ArgumentError
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels.combine_parts import combinations
 from sglang_specverify.kernels.fused import fused_launch, split_of
-from sglang_specverify.kernels.launch import Launch, arch_of
+from sglang_specverify.kernels.launch import Launch, LaunchConfig, arch_of
 from sglang_specverify.kernels.plan import ALIGN, ITEM_WORDS, MIN_CHUNKS, Plan
 from sglang_specverify.kernels.specialized import ARCH, specialized_launch
 
@@ -28,6 +29,7 @@ def planned(
     combine: str = "",
     early: bool = True,
     least: int | None = None,
+    changes: Mapping[str, int] | None = None,
     tamper: Callable[[Plan], None] | None = None,
     kernel: Any = None,
 ) -> Call:
@@ -38,13 +40,15 @@ def planned(
         combine: who combines the parts, "last" or "launch"; as the tables say where empty.
         early: a second launch may start before the first one has ended, where the device can do that.
         least: keys of the shortest part that is worth a program; what the planner thinks where None.
+        changes: fields of the launch that are other than the tables say.
         tamper: done to the plan when it is filled.
         kernel: in place of the fused kernel; it gets those of its constants that it knows.
     """
     with _shortest_part(least):
         plan: Plan = make_plan(made, variant)
-        if combine and combine != plan.shape.config.combine:
-            plan = make_plan(made, variant, replace(plan.shape.config, combine=combine))
+        config = replace(plan.shape.config, combine=combine or plan.shape.config.combine, **(changes or {}))
+        if config != plan.shape.config:
+            plan = make_plan(made, variant, config)
     arguments, problem = arguments_of(made)
     if tamper is not None:
         tamper(plan)
@@ -78,6 +82,22 @@ def planned(
         return out
 
     return call
+
+
+def changes_of(text: str) -> dict[str, int]:
+    """Fields of a launch and their values, `block_n=64,num_stages=5`.
+
+    Raises:
+        ArgumentError: another form, or no number of a launch.
+    """
+    known = [field.name for field in fields(LaunchConfig) if field.type == "int"]
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in known or not value.isdecimal():
+            raise ArgumentError("config", repr(text), f"NAME=NUMBER,... of {', '.join(known)}")
+        found[name] = int(value)
+    return found
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def stalls(kernel: Kernel) -> dict[str, float]:
 
 
 def summarize(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """What a row says of one call: microseconds of all its launches, and the counters of the longest.
+    """What a row says of one call: microseconds of all its launches, each with its name, and the counters of the longest.
 
     Raises:
         ValueError: there is no launch, or one whose duration is not there.
@@ -245,8 +245,8 @@ def _cells(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterable[str]
     return (
         row["name"],
         row["missed"],
-        row["variant"],
-        _text(row["floor_us"], 1),
+        _ran(row),
+        _text(row["floor_us"], 1 if row["floor_us"] >= 1 else 2),
         _text(row["us"], 1),
         _text(row["us"] / row["floor_us"], 2),
         _text(dram_tb_per_s(found), 2),
@@ -259,6 +259,21 @@ def _cells(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterable[str]
         held_by(row, ceilings),
         waits or "?",
     )
+
+
+def _ran(row: Mapping[str, Any]) -> str:
+    """The variant, and where a call is several launches what each of them took."""
+    launches = row["kernels"]
+    if len(launches) == 1:
+        return str(row["variant"])
+    each = [f"{_bare(launch['name'])} {launch['us']:.1f}" for launch in launches]
+    return f"{row['variant']}: {' + '.join(each)}"
+
+
+def _bare(name: str) -> str:
+    """A kernel's name without its namespaces, its template's and its own arguments."""
+    found = re.search(r"\w+(?=[<(]|$)", name)
+    return found[0] if found else name
 
 
 def _text(value: float | None, digits: int = 0) -> str:

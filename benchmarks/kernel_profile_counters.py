@@ -93,18 +93,28 @@ class Kernel:
 
 
 def read(output: str) -> list[Kernel]:
-    """The launches in what `ncu --csv --page raw` printed, between its own messages and the program's."""
+    """The launches in what `ncu --csv --page raw` printed, between its own messages and the program's.
+
+    Raises:
+        ValueError: a launch's line is not whole, so that it would be missing from the sum.
+    """
+    found: list[Kernel] = []
+    header: list[str] = []
+    units: list[str] = []
     lines = [line for line in output.splitlines() if line.startswith('"')]
+    # What a program printed before may have quotes of its own.
     begin = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
-    records = list(csv.reader(lines[begin:]))
-    header, units = records[:2] if len(records) > 1 else ([], [])
-    found = []
-    for row in records[2:]:
-        if len(row) != len(header) or len(units) != len(header):
-            continue
-        cells = {name: (text, unit) for name, text, unit in zip(header, row, units, strict=True)}
-        values = {name: (number, unit) for name, (text, unit) in cells.items() if (number := _number(text)) is not None}
-        found.append(Kernel(cells.get("Kernel Name", ("?", ""))[0], values))
+    for row in csv.reader(lines[begin:]):
+        if row[0] == "ID":
+            header, units = row, []
+        elif not units:
+            units = row
+        elif row[0].isdecimal():
+            if not len(row) == len(units) == len(header):
+                raise ValueError("a launch's line is not whole")
+            cells = {name: (text, unit) for name, text, unit in zip(header, row, units, strict=True)}
+            values = {name: (number, unit) for name, (text, unit) in cells.items() if (number := _number(text)) is not None}
+            found.append(Kernel(cells.get("Kernel Name", ("?", ""))[0], values))
     return found
 
 

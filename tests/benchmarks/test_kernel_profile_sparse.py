@@ -162,6 +162,11 @@ def test_launches_without_some_metrics_are_summed_all_the_same() -> None:
         ("kernel_0(T1, T2)", 2.18), ("kernel_1(T1, T2)", 16.82), ("kernel_2(T1, T2)", 1.0),
     ]  # fmt: skip
     assert found["counters"]["registers"] == 168 and found["counters"]["DRAM bytes read"] == 33620480
-    # A launch whose time is not there is no launch that took none.
+    assert len(counting.read("\"a program's line\n" + raw(LAUNCH, PARTS))) == 2
+    # A page for each, as well as one for all.
+    assert counting.summarize(counting.read(raw(PARTS) + "==PROF== more\n" + raw(LAUNCH)))["us"] == 19.0
+    # A launch that is cut off, or whose time is not there, is no launch that took none.
+    with pytest.raises(ValueError, match="not whole"):
+        counting.read(raw(LAUNCH, PARTS)[:-30])
     with pytest.raises(ValueError, match="no duration"):
         counting.summarize(counting.read(raw(LAUNCH, {"launch__registers_per_thread": ("register/thread", "32")})))

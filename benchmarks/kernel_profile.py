@@ -1,13 +1,16 @@
 """What holds the calls that missed an aim: each one alone under Nsight Compute, beside its roofline.
 
     python -m benchmarks.kernel_profile --out kernel-profile.json
+    python -m benchmarks.kernel_profile --only sparse --out kernel-profile-sparse.json
     python -m benchmarks.kernel_profile --call "chain bs 1 W 4 L 8192 (32/8/128) = fused_split" --out kernel-profile.json
+    python -m benchmarks.kernel_profile --call "B 128 K 512 H 64 Sq 1 = specverify" --out kernel-profile-sparse.json
     TRITON_INTERPRET=1 python -m benchmarks.kernel_profile --device cpu --out dry.json
 
 Needs a GPU, `ncu` in PATH and the right to read the GPU's counters, which only root has on most machines; SGLang for its own arms
-only. First every call runs in a process of its own, all at once: kernels compile, and outputs are held to FP64. Then each runs by
-itself under `ncu`, which repeats a launch for all counters, with every cache flushed before it (tables and plan too, unlike where
-calls are timed) and clocks as they are. Calls come in their order of importance; what fails is a row with the reason.
+only, and `sgl-flash-mla` for FlashMLA's. First every call runs in a process of its own, all at once: kernels compile, and outputs
+are held to FP64. Then each runs by itself under `ncu`, which repeats a launch for all counters: with every cache flushed before,
+clocks as they are and no launch beside another. So tables and a plan are not in a cache, nor are the parts that a second launch
+combines, unlike where calls are timed. Calls come in their order of importance; what fails is a row with the reason.
 
 A dry run without a GPU takes the same path with tiny points, if something in PATH answers to `ncu`.
 """
@@ -32,30 +35,39 @@ from typing import Any
 
 from benchmarks import kernel_profile_counters as counting
 from benchmarks import record
-from benchmarks.kernel_profile_calls import MISSED, TINY, Call, parse
+from benchmarks.kernel_profile_calls import LISTS, Call, parse
 from benchmarks.kernel_profile_child import SELECTED
+from benchmarks.points import Work
 from sglang_specverify.demo import processes
 from sglang_specverify.errors import SpecverifyError, show_without_traceback
 from sglang_specverify.kernels.variants import VARIANTS
 
 ROOT = Path(__file__).parent.parent
-#: Where ceilings are taken from if its hardware is this; else they are measured.
-CEILINGS = ROOT / "benchmarks" / "results" / "verify-attention-h200.json"
+_RESULTS = ROOT / "benchmarks" / "results"
+#: Where ceilings are taken from if its hardware is this, so that floors are those of its rows; else they are measured.
+CEILINGS = {"dense": _RESULTS / "verify-attention-h200.json", "sparse": _RESULTS / "sparse-mla-peers-h200.json"}
 SECTIONS = (
     "SpeedOfLight", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "ComputeWorkloadAnalysis", "LaunchStats",
     "Occupancy", "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
-_ALWAYS = ("--clock-control", "none", "--csv", "--page", "raw")
+# Units are named once for all launches of a page.
+_ALWAYS = ("--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base")
+#: Kernels of the calls that may be profiled, the second launches of some among them; `ncu` looks for these anywhere in a name.
+KERNELS = (
+    "verify_attention_kernel", "specialized_kernel", "combine_parts_kernel", "hopper_kernel", "decode_kernel", "combine_kernel",
+    "FlashAttnFwd", "splitkv_mla",
+)  # fmt: skip
 #: Options of `ncu`, the second for a version that profiles nothing by the first. Neither names a metric that may be unknown.
+#: The second takes the third launch of each kernel, as a call may be several, and two calls come before the one that counts.
 WAYS: dict[str, tuple[str, ...]] = {
     "sections between start and stop": (
         *_ALWAYS, "--cache-control", "all", "--target-processes", "application-only", "--profile-from-start", "off",
-        "--print-units", "base", *(word for section in SECTIONS for word in ("--section", section)),
+        *(word for section in SECTIONS for word in ("--section", section)),
         "--metrics", "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum",
     ),
-    "all sections of the third launch by name": (
-        *_ALWAYS, "--set", "full", "--kernel-name-base", "demangled", "--kernel-name",
-        "regex:verify_attention_kernel|specialized_kernel|FlashAttnFwdSm90", "--launch-skip", "2", "--launch-count", "1",
+    "all sections of the third launch of each kernel by name": (
+        *_ALWAYS, "--set", "full", "--kernel-name-base", "demangled", "--kernel-name", f"regex:{'|'.join(KERNELS)}",
+        "--filter-mode", "per-launch-config", "--launch-skip", "2", "--launch-count", "1",
     ),
 }  # fmt: skip
 #: Share of the time that compiling and checking may take, and seconds in which no child could do anything.
@@ -65,19 +77,22 @@ _CHECKING, _TOO_SHORT = 0.4, 3.0
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="result file, written after every call")
+    parser.add_argument("--only", choices=list(LISTS), default="dense", help="whose calls that missed an aim, if none is named")
     parser.add_argument("--call", action="append", help='"NAME OF A POINT = ARM"; repeatable; what missed an aim if left out')
     parser.add_argument("--seconds", type=float, default=280.0, help="all that this may take")
     parser.add_argument("--each", type=float, default=24.0, help="seconds that a call has under ncu, or more if others took less")
-    parser.add_argument("--ceilings", type=Path, default=CEILINGS, help="result file whose ceilings hold on its own hardware")
+    parser.add_argument("--ceilings", type=Path, help="result file whose ceilings hold on its own hardware")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a dry run")
     chosen = parser.parse_args(arguments)
-    calls = [parse(text) for text in chosen.call] if chosen.call else list(MISSED if chosen.device == "cuda" else TINY)
+    missed, tiny = LISTS[chosen.only]
+    calls = [parse(text) for text in chosen.call] if chosen.call else list(missed if chosen.device == "cuda" else tiny)
+    ceilings = chosen.ceilings or CEILINGS["sparse" if all(call.is_sparse for call in calls) else "dense"]
     ncu = shutil.which("ncu")
     if ncu is None:
         raise SpecverifyError("there is no ncu in PATH", "install Nsight Compute, which comes with the CUDA toolkit")
     with processes.stopping_on_signals(), tempfile.TemporaryDirectory() as folder:
         children = Children(Path(folder), chosen.device)
-        results = profile(calls, ncu, children, chosen.ceilings, chosen.seconds, chosen.each, chosen.out)
+        results = profile(calls, ncu, children, ceilings, chosen.seconds, chosen.each, chosen.out)
     print(*counting.table(results), sep="\n", flush=True)
 
 
@@ -167,7 +182,8 @@ def check(calls: Sequence[Call], children: Children, deadline: float) -> list[di
 
 def missing(call: Call, device: str) -> str | None:
     """What the arm needs and this environment has not, if there is anything."""
-    own = call.arm in (SELECTED, *VARIANTS)
+    # Arms of sparse MLA say themselves what they lack.
+    own = call.is_sparse or call.arm in (SELECTED, *VARIANTS)
     return None if own or device != "cuda" or importlib.util.find_spec("sglang") else "SGLang is not installed"
 
 
@@ -189,9 +205,9 @@ def under_ncu(ncu: str, ways: Sequence[str], call: Call, row: dict[str, Any], ch
 
 
 def floor_of(row: dict[str, Any], ceilings: dict[str, Any]) -> dict[str, Any]:
-    """The roofline of a call: the longer of its bytes and its FLOPs at the ceilings, in microseconds."""
-    by_bytes, by_flops = row["bytes"] / ceilings["copy_tb_per_s"] / 1e6, row["flops"] / ceilings["matmul_tflops"] / 1e6
-    return {"floor_us": round(max(by_bytes, by_flops), 3), "floor": "bytes" if by_bytes >= by_flops else "FLOPs"}
+    """The roofline of a call at the ceilings, in microseconds, and whether it is of bytes or of FLOPs."""
+    work, rates = Work(row["bytes"], row["flops"]), (1e12 * ceilings["copy_tb_per_s"], 1e12 * ceilings["matmul_tflops"])
+    return {"floor_us": round(work.floor_us(*rates), 3), "floor": work.bound(*rates)}
 
 
 @dataclass(frozen=True)

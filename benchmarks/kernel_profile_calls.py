@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import points
+from benchmarks import points, sparse_mla_arms, sparse_mla_points
 from benchmarks.kernel_profile_child import ARMS, SELECTED
 from benchmarks.points import Point
+from benchmarks.sparse_mla_points import Point as SparsePoint
 from sglang_specverify.errors import ArgumentError
 
 
@@ -16,20 +17,26 @@ class Call:
     """One call to profile.
 
     Attributes:
-        arm: an arm's name, or "selected".
+        point: of verify attention or a draft decode, or of sparse MLA.
+        arm: an arm's name, or "selected", which sparse MLA has not.
         missed: the aim that it missed, for people.
     """
 
-    point: Point
+    point: Point | SparsePoint
     arm: str = SELECTED
     missed: str = ""
+
+    @property
+    def is_sparse(self) -> bool:
+        return isinstance(self.point, SparsePoint)
 
     @property
     def name(self) -> str:
         return f"{self.point.name}, {self.arm}"
 
     def job(self, do: str, arm: str | None = None) -> dict[str, Any]:
-        return {"do": do, "point": self.point.as_dict(), "arm": arm or self.arm}
+        of = "sparse" if self.is_sparse else "dense"
+        return {"do": do, "of": of, "point": self.point.as_dict(), "arm": arm or self.arm}
 
 
 #: In order of importance. `benchmarks.aims` has the aims.
@@ -48,20 +55,43 @@ MISSED = (
 _SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 32}
 TINY = (Call(Point("chain", 1, 4, 200, **_SHAPE)), Call(Point("tree", 1, 6, 40, **_SHAPE)))
 
+_OURS = sparse_mla_arms.SELECTED
+#: The same of sparse MLA. `benchmarks.sparse_mla_report` has the aims.
+MISSED_SPARSE = (
+    Call(SparsePoint(1, 512), _OURS, "8 µs"),
+    Call(SparsePoint(128, 512), _OURS, "20 µs"),
+    Call(SparsePoint(32, 512), _OURS, "1.5 × FlashMLA"),
+    Call(SparsePoint(64, 512), _OURS, "1.5 × FlashMLA"),
+    Call(SparsePoint(1, 512, 64, 6), _OURS, "1.3 × the floor"),
+    Call(SparsePoint(1, 512, 64, 6, shared=True), _OURS, "1.3 × the floor"),
+    Call(SparsePoint(8, 512, 64, 6), _OURS, "1.3 × the floor"),
+    Call(SparsePoint(128, 512), "flashmla", "none: it is what that call is compared with"),
+    Call(SparsePoint(64, 512), "flashmla", "none: it is what that call is compared with"),
+)
+TINY_SPARSE = (Call(SparsePoint(2, 32, 16, 1, 16), _OURS), Call(SparsePoint(1, 16, 8, 3, 16, shared=True), _OURS))
+#: Calls of each name that `--only` takes: on a GPU, and in a dry run.
+LISTS = {"dense": (MISSED, TINY), "sparse": (MISSED_SPARSE, TINY_SPARSE)}
+
 
 def parse(text: str) -> Call:
-    """The call that "NAME OF A POINT = ARM" means; what is selected, if it has no arm.
+    """The call that "NAME OF A POINT = ARM" means; what is selected, if it has no arm, or this project's sparse MLA.
 
     Raises:
         ArgumentError: a point or an arm of no such name.
     """
     name, _, arm = (part.strip() for part in text.partition("="))
-    arm = arm or SELECTED
-    known = {point.name: point for selection in points.SELECTIONS.values() for point in selection()}
-    known |= {call.point.name: call.point for call in (*MISSED, *TINY)}
+    selections = (*points.SELECTIONS.values(), *sparse_mla_points.SELECTIONS.values())
+    listed = [call for calls in LISTS.values() for some in calls for call in some]
+    known: dict[str, Point | SparsePoint] = {point.name: point for selection in selections for point in selection()}
+    known |= {call.point.name: call.point for call in listed}
     if name not in known:
-        raise ArgumentError("--call", repr(name), "the name of a point in benchmarks/points.py")
-    if arm not in (SELECTED, *ARMS):
-        raise ArgumentError("--call", repr(arm), ", ".join((SELECTED, *ARMS)))
+        raise ArgumentError(
+            "--call", repr(name), "the name of a point in benchmarks/points.py or benchmarks/sparse_mla_points.py"
+        )
+    is_sparse = isinstance(known[name], SparsePoint)
+    arms = [each.name for each in sparse_mla_arms.ARMS] if is_sparse else [SELECTED, *ARMS]
+    arm = arm or (_OURS if is_sparse else SELECTED)
+    if arm not in arms:
+        raise ArgumentError("--call", repr(arm), ", ".join(arms))
     own = Call(known[name], arm)
-    return next((call for call in MISSED if call.name == own.name), own)
+    return next((call for call in listed if call.name == own.name), own)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gate, inputs, timing
+from benchmarks import gate, inputs, kernel_profile_sparse, timing
 from benchmarks.arms import OURS, Arm, selected, variant
 from benchmarks.measure import why
 from benchmarks.points import Point
@@ -27,20 +28,27 @@ def run(job: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
     """Do a job.
 
     Args:
-        job: `do` is "ceilings", "check" or "profile"; the last two have a `point` and an `arm`.
+        job: `do` is "ceilings", "check" or "profile"; the last two have a `point` and an `arm`, and `of`, "dense" or "sparse".
 
     Returns:
         Ceilings; of a check the variant, its work and error or `why` it is not to be profiled; of a profile nothing.
     """
     if job["do"] == "ceilings":
         return timing.ceilings(device).as_dict()
+    if job["of"] == "sparse":
+        own = kernel_profile_sparse.ARMS[job["arm"]]
+        over = kernel_profile_sparse.make(job["point"], device)
+        if job["do"] == "check":
+            return kernel_profile_sparse.checked(own, over)
+        profiled(own.build(over), device)
+        return None
     # One layer: the profiler flushes the caches itself, and has less memory to save and restore.
     made = inputs.make(Point(**job["point"]), device, most_layers=1)
     name = selected(made)[0] if job["arm"] == SELECTED else job["arm"]
     # Where nothing is compiled or interpreted, the reference is selected, which is no arm of a comparison.
     arm = ARMS[name] if name in ARMS else Arm(name, "ours", variant(name), ("tree", "chain", "draft"))
     if job["do"] == "profile":
-        profiled(arm, made, device)
+        profiled(arm.build(made), device)
         return None
     return checked(arm, made)
 
@@ -60,9 +68,8 @@ def checked(arm: Arm, made: inputs.Inputs) -> dict[str, Any]:
     return row
 
 
-def profiled(arm: Arm, made: inputs.Inputs, device: torch.device) -> None:
-    """Run the call twice, for what only the first one does, and then once between the profiler's start and stop."""
-    call = arm.build(made)
+def profiled(call: Callable[[int], Any], device: torch.device) -> None:
+    """Run a call twice, for what only the first one does, and then once between the profiler's start and stop."""
     for _ in range(2):
         call(0)
     if device.type != "cuda":
@@ -77,8 +84,14 @@ def profiled(arm: Arm, made: inputs.Inputs, device: torch.device) -> None:
 
 
 def main() -> None:
-    job, report, device = sys.argv[1:]
-    found = run(json.loads(Path(job).read_text()), torch.device(device))
+    path, report, device = sys.argv[1:]
+    job = json.loads(Path(path).read_text())
+    if device == "cpu" and job.get("of") == "sparse":
+        # Triton's interpreter computes with no bf16 until it is repaired.
+        from tests.interpreter import repair
+
+        repair.apply()
+    found = run(job, torch.device(device))
     if found is not None:
         Path(report).write_text(json.dumps(found))
 

@@ -93,18 +93,28 @@ class Kernel:
 
 
 def read(output: str) -> list[Kernel]:
-    """The launches in what `ncu --csv --page raw` printed, between its own messages and the program's."""
+    """The launches in what `ncu --csv --page raw` printed, between its own messages and the program's.
+
+    Raises:
+        ValueError: a launch's line is not whole, so that it would be missing from the sum.
+    """
+    found: list[Kernel] = []
+    header: list[str] = []
+    units: list[str] = []
     lines = [line for line in output.splitlines() if line.startswith('"')]
+    # What a program printed before may have quotes of its own.
     begin = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
-    records = list(csv.reader(lines[begin:]))
-    header, units = records[:2] if len(records) > 1 else ([], [])
-    found = []
-    for row in records[2:]:
-        if len(row) != len(header) or len(units) != len(header):
-            continue
-        cells = {name: (text, unit) for name, text, unit in zip(header, row, units, strict=True)}
-        values = {name: (number, unit) for name, (text, unit) in cells.items() if (number := _number(text)) is not None}
-        found.append(Kernel(cells.get("Kernel Name", ("?", ""))[0], values))
+    for row in csv.reader(lines[begin:]):
+        if row[0] == "ID":
+            header, units = row, []
+        elif not units:
+            units = row
+        elif row[0].isdecimal():
+            if not len(row) == len(units) == len(header):
+                raise ValueError("a launch's line is not whole")
+            cells = {name: (text, unit) for name, text, unit in zip(header, row, units, strict=True)}
+            values = {name: (number, unit) for name, (text, unit) in cells.items() if (number := _number(text)) is not None}
+            found.append(Kernel(cells.get("Kernel Name", ("?", ""))[0], values))
     return found
 
 
@@ -158,7 +168,7 @@ def stalls(kernel: Kernel) -> dict[str, float]:
 
 
 def summarize(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """What a row says of one call: microseconds of all its launches, and the counters of the longest.
+    """What a row says of one call: microseconds of all its launches, each with its name, and the counters of the longest.
 
     Raises:
         ValueError: there is no launch, or one whose duration is not there.
@@ -245,8 +255,8 @@ def _cells(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterable[str]
     return (
         row["name"],
         row["missed"],
-        row["variant"],
-        _text(row["floor_us"], 1),
+        _ran(row),
+        _text(row["floor_us"], 1 if row["floor_us"] >= 1 else 2),
         _text(row["us"], 1),
         _text(row["us"] / row["floor_us"], 2),
         _text(dram_tb_per_s(found), 2),
@@ -259,6 +269,21 @@ def _cells(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterable[str]
         held_by(row, ceilings),
         waits or "?",
     )
+
+
+def _ran(row: Mapping[str, Any]) -> str:
+    """The variant, and where a call is several launches what each of them took."""
+    launches = row["kernels"]
+    if len(launches) == 1:
+        return str(row["variant"])
+    each = [f"{_bare(launch['name'])} {launch['us']:.1f}" for launch in launches]
+    return f"{row['variant']}: {' + '.join(each)}"
+
+
+def _bare(name: str) -> str:
+    """A kernel's name without its namespaces, its template's and its own arguments."""
+    found = re.search(r"\w+(?=[<(]|$)", name)
+    return found[0] if found else name
 
 
 def _text(value: float | None, digits: int = 0) -> str:

@@ -92,6 +92,10 @@ class Work:
         """The longer of both at the ceilings, in microseconds."""
         return max(self.bytes / bytes_per_s, self.flops / flops_per_s) * 1e6
 
+    def bound(self, bytes_per_s: float, flops_per_s: float) -> Literal["bytes", "FLOPs"]:
+        """Which of both is the longer."""
+        return "bytes" if self.bytes / bytes_per_s >= self.flops / flops_per_s else "FLOPs"
+
 
 def work(point: Point, depths: Sequence[Sequence[int]], visible: Sequence[Sequence[int]]) -> Work:
     """The work of one call.

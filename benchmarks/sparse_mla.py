@@ -2,6 +2,7 @@
 
     python -m benchmarks.sparse_mla --only headline --minutes 5 --out sparse.json
     python -m benchmarks.sparse_mla --minutes 9 --resume sparse.json --out sparse.json
+    python -m benchmarks.sparse_mla --minutes 9 --resume sparse.json --new-arms --out sparse.json
     TRITON_INTERPRET=1 python -m benchmarks.sparse_mla --device cpu --dry-run --out dry.json
 
 Needs a GPU, some 4 GB of its memory, SGLang and `sgl-flash-mla`; an arm that cannot run says why, and the others go on. A dry run
@@ -27,7 +28,7 @@ from benchmarks import sparse_mla_points as points
 from benchmarks.sparse_mla_arms import ARMS, SELECTED, Arm
 from benchmarks.sparse_mla_points import Point
 from benchmarks.sparse_mla_pool import make_pool
-from benchmarks.verify_attention import load, run
+from benchmarks.verify_attention import lacks, load, run
 
 #: Rows of a dry run's pools.
 TINY_MAIN, TINY_SWA = 128, 128
@@ -47,6 +48,7 @@ def main(
     ] = None,
     minutes: options.Minutes = 9.0,
     resume: options.Resume = None,
+    new_arms: options.NewArms = False,
     quick: Annotated[bool, typer.Option(help="Every fourth point of each selection.")] = False,
     skip: options.Skip = None,
     device: options.Device = "cuda",
@@ -85,7 +87,8 @@ def main(
     def keep() -> None:
         record.write(out, results)
 
-    complete = run(chosen, results["points"], one, keep, deadline)
+    old = {row["name"] for row in results["points"] if new_arms and lacks(row, (arm.name for arm in arms))}
+    complete = run(chosen, results["points"], one, keep, deadline, renewed=old)
     keep()
     sparse_mla_report.show(results)
     if not complete:

@@ -35,7 +35,7 @@ def measure(point: Point, arms: Sequence[Arm], ceilings: timing.Ceilings | None,
         "arms": {},
     }
     calls: dict[str, Callable[[int], Any]] = {}
-    oracles = {kind: _oracles(made, v4_bytes=kind) for kind in {arm.v4_bytes for arm in arms}}
+    oracles = {kind: oracles_of(made, v4_bytes=kind) for kind in {arm.v4_bytes for arm in arms}}
     for arm in arms:
         found: dict[str, Any] = {"group": arm.group}
         row["arms"][arm.name] = found
@@ -50,7 +50,7 @@ def measure(point: Point, arms: Sequence[Arm], ceilings: timing.Ceilings | None,
         else:
             calls[arm.name] = call
     if ceilings is not None:
-        row["floor_us"] = max(point.bytes / ceilings.bytes_per_s, point.flops / ceilings.flops_per_s) * 1e6
+        row["floor_us"] = point.work.floor_us(ceilings.bytes_per_s, ceilings.flops_per_s)
         flush = torch.ones(FLUSH_BYTES // 4, device=pool.device)
         time_arms(row, calls, made.layers, ("warm", "cold"), lambda call, layers: _replay(call, layers, flush))
     if pool.device.type == "cuda":
@@ -80,7 +80,7 @@ def oracle(made: Inputs, layer: int, *, v4_bytes: bool) -> Reference:
     return Reference(*(part[None] for part in parts), valid)  # type: ignore[call-arg]
 
 
-def _oracles(made: Inputs, *, v4_bytes: bool) -> dict[int, Reference]:
+def oracles_of(made: Inputs, *, v4_bytes: bool) -> dict[int, Reference]:
     """Of the first layer and of the last: an arm that takes the lists of another one is wrong in one of them."""
     return {layer: oracle(made, layer, v4_bytes=v4_bytes) for layer in (0, made.layers - 1)}
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.points import Work
+
 DIM = 512
 #: Bytes of a row of the window, and of a selected one, as this project reads them; of either as FlashMLA's SM90 path does.
 SWA_BYTES, MAIN_BYTES, V4_BYTES = 528, 288, 584
@@ -73,6 +75,10 @@ class Point:
     def flops(self) -> int:
         """Of both products, no row of heads padded."""
         return 4 * DIM * self.heads * self.rows * self.keys
+
+    @property
+    def work(self) -> Work:
+        return Work(self.bytes, self.flops)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -64,9 +64,7 @@ def main(
     minutes: options.Minutes = 9.0,
     resume: Annotated[Path | None, typer.Option(help="Keep the points of this result file and measure the others.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure the selected points of the resumed file anew.")] = False,
-    new_arms: Annotated[
-        bool, typer.Option("--new-arms", help="The same where a point's row does not have all arms of this run.")
-    ] = False,
+    new_arms: options.NewArms = False,
     quick: Annotated[bool, typer.Option(help="Every fifth point of each selection.")] = False,
     skip: options.Skip = None,
     state: Annotated[list[State] | None, typer.Option(help="Whether K and V are in the L2 cache; both if left out.")] = None,
@@ -94,7 +92,7 @@ def main(
     def keep() -> None:
         record.write(out, results)
 
-    old = [row for row in results["points"] if again or (new_arms and lacks(row, arms))]
+    old = [row for row in results["points"] if again or (new_arms and lacks(row, taking(row, arms)))]
     complete = run(chosen, results["points"], one, keep, deadline, renewed={row["name"] for row in old})
     if not dry_run and (only is None or Selection.METADATA in only):
         done = {row["length"] for row in results["metadata"]}
@@ -186,9 +184,14 @@ def carried(row: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "arms": arms}
 
 
-def lacks(row: Mapping[str, Any], arms: Iterable[Arm]) -> bool:
-    """Whether a row was measured without some of these arms, which of its point they take or not."""
-    return any(row["point"]["kind"] in arm.kinds and arm.name not in row["arms"] for arm in arms)
+def taking(row: Mapping[str, Any], arms: Iterable[Arm]) -> list[str]:
+    """The arms that take points of a row's kind."""
+    return [arm.name for arm in arms if row["point"]["kind"] in arm.kinds]
+
+
+def lacks(row: Mapping[str, Any], arms: Iterable[str]) -> bool:
+    """Whether a row was measured without some of these arms; one that says why it has no times is none of them."""
+    return not row["arms"].keys() >= set(arms)
 
 
 def load(path: Path) -> dict[str, Any]:

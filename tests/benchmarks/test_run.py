@@ -80,8 +80,8 @@ def test_a_row_lacks_arms_that_take_points_of_its_kind() -> None:
 
     tree, chain = Arm("ours", OURS, build, ("tree",)), Arm("chains", OURS, build, ("chain",))
     row = {**measured(CHOSEN[0]), "arms": {"ours": {"why": "of no matter"}}}
-    assert not verify_attention.lacks(row, [tree, chain])
-    assert verify_attention.lacks(row, [tree, replace(chain, kinds=("tree", "chain"))])
+    for arms, lacking in (([tree, chain], False), ([tree, replace(chain, kinds=("tree", "chain"))], True), ([], False)):
+        assert verify_attention.lacks(row, verify_attention.taking(row, arms)) == lacking
 
 
 def test_a_point_that_fails_says_so_and_the_others_go_on() -> None:

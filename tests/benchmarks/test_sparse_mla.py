@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
-from benchmarks import sparse_mla, sparse_mla_points, sparse_mla_report, sparse_mla_tables
+from benchmarks import record, sparse_mla, sparse_mla_points, sparse_mla_report, sparse_mla_tables
 from benchmarks import sparse_mla_v4 as v4
 from benchmarks.sparse_mla_arms import ARMS
 from benchmarks.sparse_mla_measure import sampled
@@ -175,3 +177,42 @@ def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.draw(RESULTS, tmp_path / "sparse.png")
     assert (tmp_path / "sparse.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("new_arms", [False, True])
+def test_rows_without_an_arm_of_this_run_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_arms: bool
+) -> None:
+    first, second, third, failing = sparse_mla_points.tiny()
+    names = [arm.name for arm in ARMS if arm.name != "pytorch"]
+
+    def old(point: Point, arms: dict[str, Any]) -> dict[str, Any]:
+        return {"name": point.name, "point": point.as_dict(), "selected": "specverify", "arms": arms}
+
+    whole = {name: {"error": 0.001} for name in names}
+    fewer = {name: found for name, found in whole.items() if name != "rows apart"}
+    rows = [{**old(point, arms), "date": "then"} for point, arms in ((first, whole), (second, fewer), (failing, fewer))]
+    path = tmp_path / "sparse.json"
+    peers = {"sgl-flash-mla": sparse_mla._version("sgl-flash-mla")}
+    record.write(path, {"earlier": [], "ceilings": None, "points": rows, "metadata": [], "peers": peers})
+    taken: list[Point] = []
+
+    def measure(point: Point, arms: Any, ceilings: None, pool: None) -> dict[str, Any]:
+        taken.append(point)
+        if point == failing:
+            raise MemoryError("61 GB")
+        return old(point, {arm.name: {"error": 0.002} for arm in arms})
+
+    monkeypatch.setattr(sparse_mla.measuring, "measure", measure)
+    monkeypatch.setattr(sparse_mla, "make_pool", lambda *_: None)
+    monkeypatch.setattr("tests.interpreter.repair.apply", lambda: None)
+    app = typer.Typer()
+    app.command()(sparse_mla.main)
+    options = ["--dry-run", "--device", "cpu", "--resume", str(path), "--out", str(path), "--skip", "pytorch"]
+    result = CliRunner().invoke(app, [*options, *["--new-arms"] * new_arms])
+    assert result.exit_code == 0, result.output
+    assert taken == ([second, third, failing] if new_arms else [third])
+    found = {row["name"]: row for row in json.loads(path.read_text())["points"]}
+    assert len(found) == 4 and ("rows apart" in found[second.name]["arms"]) == new_arms
+    # The old row stays where the new one says only why there is none.
+    assert found[failing.name] == rows[2] and found[first.name] == rows[0]

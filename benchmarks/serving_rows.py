@@ -168,7 +168,8 @@ def arguments(row: Row, shape: Shape, models: dict[str, str], size: Size) -> lis
         return given
     if row.cache != "bf16":
         given += ["--kv-cache-dtype", row.cache]
-    # Half of what is free: the slots above are far fewer, and other servers take memory while this one starts. What is switched
-    # off takes only time to start: kernels compiled at first use, and graphs for prompts of every length.
-    given += ["--mem-fraction-static", "0.5", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
+    # The slots above size the pool. The share is large because SGLang leaves the rest of what was free at the start to others,
+    # who may have taken more than that by then. What is switched off takes only time to start: kernels compiled at first use, and
+    # graphs for prompts of every length.
+    given += ["--mem-fraction-static", "0.9", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
     return given + (["--cuda-graph-max-bs-decode", str(size.requests)] if row.graphs else ["--disable-cuda-graph"])

@@ -36,7 +36,7 @@ ITEM_WORDS = 8
 ALIGN = 128
 
 #: A shorter part costs more in combining than it saves, by the kernel that reads it and by who combines (`launch.COMBINATIONS`).
-MIN_CHUNKS = {("fused", "last"): 256, ("fused", "launch"): 128, ("specialized", "last"): 384, ("specialized", "launch"): 384}
+MIN_CHUNKS = {("fused", "last"): 256, ("fused", "launch"): 128, ("specialized", "last"): 384, ("specialized", "launch"): 256}
 
 #: In deterministic mode a prefix up to this long is one part.
 DETERMINISTIC_CHUNK = 1024

@@ -207,6 +207,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "kernel profile": kernel_profile_counters.table,
     "kernels": kernels,
     "latency": gpu_tables.latency,
+    "latency of trees": gpu_tables.latency_of_trees,
     "long context engines": end_to_end_tables.long_contexts,
     "memory": memory,
     "parity": parity,

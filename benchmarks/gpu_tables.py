@@ -115,6 +115,23 @@ def latency(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def latency_of_trees(results: dict[str, Any]) -> list[str]:
+    """Trees over short divided prefixes, cold: both kernels with each way to combine parts, beside FlashAttention."""
+    arms = {
+        "fused, last program": "last",
+        "fused, second launch": "launch",
+        "specialized, last program": "specialized, last",
+        "specialized, second launch": "specialized, launch, parts of 256 keys",
+        "tile": "fa3+tree_suffix",
+        "stock fa3": "fa3",
+    }
+    lines = [f"| call | {' | '.join(arms)} |", "|---|" + "---|" * len(arms)]
+    for row in results["points"]:
+        found = [row["arms"].get(name, {}).get("cold", {}).get("us") for name in arms.values()]
+        lines.append(f"| {row['name']} | " + " | ".join("" if us is None else f"{us:.1f}" for us in found) + " |")
+    return lines
+
+
 def _kernels(rows: list[dict[str, Any]]) -> str:
     """The kernels that attended; the reducer is every one's."""
     return ", ".join(sorted({name for row in rows for name in row["kernels"]} - {"combine_kernel"}))

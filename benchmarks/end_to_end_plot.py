@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots
-from benchmarks.end_to_end_report import Pair, pairs
+from benchmarks.end_to_end_report import Pair, pairs, trees
 from sglang_specverify.errors import SpecverifyError
 
 
@@ -33,10 +33,12 @@ def values(
 def draw(results: Mapping[str, Any], out: Path, guessed: Sequence[Mapping[str, Any]] = ()) -> None:
     """Write the picture: a panel for each stock arm and scenario; estimates are hatched and carry a tilde.
 
+    Trees alone, where there are any: other scenarios have cells of their own, which a grid over all would leave mostly empty.
+
     Raises:
         SpecverifyError: no matplotlib here, or nothing measured.
     """
-    found = pairs(results)
+    found = trees(pairs(results)) or pairs(results)
     if not found:
         raise SpecverifyError("the file holds no valid measurement", "see what its cells say")
     pyplot = plots.pyplot()

@@ -2,10 +2,11 @@
 
 A captured graph is one program for every length that it will be replayed with, and no length is known on the host when it is
 captured. So the choice looks at what the server knows for good, and must not fall behind SGLang's own at any length. By
-`benchmarks/results/verify-attention-h200.json`, where the kernel with specialised warps serves, the one kernel is up to twice as
-fast as the prefix pass and the tile at short prefixes, and behind them at long ones: by an eighth at 16384 tokens with 8 requests
-and W 64, by a quarter at 8192 with one request and W 32. SGLang's own was ahead of it nowhere by more than a hundredth, up to
-32768 tokens. Without that kernel the one kernel is ahead at 384 and behind at 2048.
+`benchmarks/results/verify-attention-h200.json` and `latency-trees-h200.json`, where the kernel with specialised warps serves, the
+one kernel is up to twice as fast as the prefix pass and the tile at short prefixes, ahead of them up to 32768 tokens with one
+request of W 64, and behind them at long ones of several requests: by an eighth at 16384 tokens with 8 of W 64. SGLang's own was
+ahead of it nowhere by more than a hundredth, up to 32768 tokens. Without that kernel the one kernel is ahead at 384 and behind
+at 2048.
 """
 
 from __future__ import annotations

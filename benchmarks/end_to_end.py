@@ -31,7 +31,7 @@ from benchmarks import shapes
 from benchmarks.clocks import Clocks
 from benchmarks.end_to_end_run import Clock, Run
 from benchmarks.engines import OURS, Engine, faults
-from benchmarks.turns import Turns
+from benchmarks.turns import NoTurn, Turns
 from sglang_specverify.demo import processes
 from sglang_specverify.errors import ArgumentError, SpecverifyError, show_without_traceback
 
@@ -66,10 +66,10 @@ def serve_scenario(run: Run, chosen: plan.Scenario, wanted: Sequence[plan.Cell])
                 ours = None
             with contextlib.ExitStack() as passing:
                 with run.turns.shared(max(run.clock.left() - needed, 0.0)):
-                    theirs = passing.enter_context(run.engine(chosen, stock, wanted)).start()
+                    theirs = passing.enter_context(stopping(run, run.engine(chosen, stock, wanted))).start()
                     fresh = ours is None
                     if ours is None:
-                        ours = lasting.enter_context(run.engine(chosen, OURS, wanted)).start()
+                        ours = lasting.enter_context(stopping(run, run.engine(chosen, OURS, wanted))).start()
                     run.say(f"{chosen.name}: starting {stock}{f' and {OURS}' if fresh else f' beside {OURS}'}")
                     answering = [wait(run, chosen, stock, engine) for engine in ((theirs, ours) if fresh else (theirs,))]
                 if all(answering):
@@ -78,6 +78,15 @@ def serve_scenario(run: Run, chosen: plan.Scenario, wanted: Sequence[plan.Cell])
             if fresh and not answering[1]:
                 ours.stop()
                 return
+
+
+@contextlib.contextmanager
+def stopping(run: Run, engine: Engine) -> Iterator[Engine]:
+    """Stop the engine at the end, not while another call measures, if that ends in time."""
+    with engine:
+        yield engine
+        with contextlib.suppress(NoTurn), run.turns.shared(max(run.clock.left(), 0.0)):
+            engine.stop()
 
 
 def wait(run: Run, chosen: plan.Scenario, stock: str, engine: Engine) -> bool:
@@ -228,6 +237,7 @@ def main(
     settings |= {
         "repetitions": repetitions,
         "answers": list(answer or ()),
+        "turns": turns is not None,
         "context_length": context_length,
         "minutes": minutes,
         "start_guess": start_guess,
@@ -249,7 +259,10 @@ def main(
         ]
         with broken_off_after(minutes * 60 + _HARD_MARGIN):
             for chosen, cells in wanted:
-                serve_scenario(run, chosen, cells)
+                try:
+                    serve_scenario(run, chosen, cells)
+                except NoTurn as late:
+                    run.say(f"{chosen.name}: {late}; --resume goes on here")
         pairs = [
             (chosen, stock, cells) for chosen, cells in wanted for stock in arms if not plan.refusal(run.shape, chosen, stock)
         ]

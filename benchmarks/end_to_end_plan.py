@@ -260,6 +260,12 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("shape", "scenario", "stock", "input", "concurrency"))
 
 
+def engine_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Tells what was found out of an engine from that of every other: what it is beside, and how large."""
+    sizes = (row["setup"][name] for name in ("pool_tokens", "max_requests", "graph_sizes"))
+    return *(row[name] for name in ("shape", "scenario", "stock", "arm")), *sizes
+
+
 def is_done(row: Mapping[str, Any]) -> bool:
     """Whether `--resume` leaves this row of a result file alone. One with faults was measured; it does not count all the same."""
     return "error" not in row

@@ -21,6 +21,7 @@ HOW = {
     "timing": "tokens of all answers over the longest request latency by the server's clock; a batch is one message",
     "prefix": "prompts come from the prefix cache, which the warm-up round filled: what is timed is decoding",
     "order": "the arms of a cell in turn, each repetition starting with another one; one warm-up round of the same cell before",
+    "others": "engines of other calls may stand idle on the device beside the two that are measured, where `turns` is set",
     "device": "medians of clock and power over each round, as nvidia-smi reads them; idle ends of a round are in it",
     "ms_per_step": "request latency over verify steps: drafting, and extending by the last prompt token, included",
 }
@@ -80,9 +81,12 @@ class Run:
         return {**what, "speculation": speculation, "page_size": chosen.page_size, "under_pressure": chosen.under_pressure}
 
     def engine(self, chosen: plan.Scenario, arm: str, wanted: Sequence[plan.Cell]) -> Engine:
-        """An engine that serves all wanted cells, measured already or not: a resumed run has the same engines."""
+        """An engine that serves all wanted cells, measured already or not: a resumed run has the same engines.
+
+        As many requests as the scenario's servers take, whatever the cells need: the plugin's routes depend on it.
+        """
         model, draft = self.shape.write(self.root)
-        most = chosen.most_requests or max(cell.concurrency for cell in wanted)
+        most = chosen.most_requests or max(*plan.CONCURRENCIES, *(cell.concurrency for cell in wanted))
         setup = Setup(
             arm=arm,
             model=model,
@@ -103,19 +107,23 @@ class Run:
     def note(self, chosen: plan.Scenario, stock: str, engine: Engine, found: dict[str, Any]) -> None:
         """Remember what one engine was, and what it said or why it failed; the next `save` writes it."""
         who = {"shape": self.shape.name, "scenario": chosen.name, "stock": stock, "arm": engine.setup.arm}
-        self._remember({**who, "setup": engine.setup.as_dict(), **found})
+        # As a file has it: tuples are lists there.
+        self._remember(json.loads(json.dumps({**who, "setup": engine.setup.as_dict(), **found})))
 
     def _remember(self, engine: dict[str, Any]) -> None:
-        who = ("shape", "scenario", "stock", "arm")
-        self.engines = [*(row for row in self.engines if any(row[name] != engine[name] for name in who)), engine]
+        """In place of what is known of the same engine; one of another size is another."""
+        self.engines = [*(row for row in self.engines if plan.engine_key(row) != plan.engine_key(engine)), engine]
 
     def load(self, file: Path) -> None:
         """Take over what an earlier call found, over what was taken over before."""
         before = json.loads(file.read_text())
         if before["settings"]["shape"] != self.shape.name:
             raise SpecverifyError(f"{file} is of shape {before['settings']['shape']}", "write each shape to a file of its own")
+        done = {plan.key(row) for row in self.cells if plan.is_done(row)}
         for row in before["cells"]:
-            self.cells = plan.merged(self.cells, row)
+            # What failed later takes nothing back that was measured.
+            if plan.is_done(row) or plan.key(row) not in done:
+                self.cells = plan.merged(self.cells, row)
         for engine in before["engines"]:
             self._remember(engine)
         kept = ("date", "command", "versions", "hardware", "settings")

@@ -45,7 +45,8 @@ def trees(results: dict[str, Any]) -> list[str]:
             longer |= set() if pair is None or not _is_longer(pair) else {(pair.row["output"], pair.row["concurrency"])}
         lines.append("| " + " | ".join(cells) + " |")
     repetitions = sorted({len(pair.theirs["each_tokens_per_s"]) for pair in found})
-    said = [f"Medians of {' or '.join(map(str, repetitions))} rounds."]
+    rounds = " or ".join(map(str, repetitions))
+    said = [f"Medians of {rounds} rounds; in brackets how far rounds of one arm lie apart, the wider of both."]
     said += [
         f"\\*: answers of {output} tokens, where the others at {requests} requests have {plan.OUTPUTS[requests]} and the step "
         "that extends the prompts weighs more."
@@ -56,7 +57,12 @@ def trees(results: dict[str, Any]) -> list[str]:
 
 def _speeds(pair: Pair) -> list[str]:
     mark = " \\*" if _is_longer(pair) else ""
-    return [f"{pair.theirs['tokens_per_s']:.0f}", f"{pair.ours['tokens_per_s']:.0f}", f"{pair.ratio:.2f}{mark}"]
+    speeds = [f"{arm['tokens_per_s']:.0f}" for arm in (pair.theirs, pair.ours)]
+    return [*speeds, f"{pair.ratio:.2f} ({_spread(pair):.1%}){mark}"]
+
+
+def _spread(pair: Pair) -> float:
+    return float(max(pair.ours["spread"], pair.theirs["spread"]))
 
 
 def _is_longer(pair: Pair) -> bool:
@@ -84,7 +90,7 @@ def others(results: dict[str, Any]) -> list[str]:
     for pair in found:
         scenario, length, requests = pair.place
         cells = [_NAMES.get(scenario, scenario), str(length), str(requests), pair.stock, *_speeds(pair)[:2], f"{pair.ratio:.3f}"]
-        cells += [f"{max(pair.ours['spread'], pair.theirs['spread']):.1%}"]
+        cells += [f"{_spread(pair):.1%}"]
         cells += [f"{arm['latency_p50_s']:.2f} / {arm['latency_p95_s']:.2f}" for arm in (pair.ours, pair.theirs)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

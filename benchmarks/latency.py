@@ -39,6 +39,7 @@ from benchmarks.points import Point
 from benchmarks.stock import FLASH_ATTENTION
 from benchmarks.wide_trees import POINTS as WIDE_TREES
 from benchmarks.wide_trees import TREE_TILE, arms_of
+from sglang_specverify.errors import ArgumentError, show_without_traceback
 
 #: (bs, L, W, query heads, KV heads), in the order in which they are measured, the drafts behind the first five.
 _CHAINS = (
@@ -84,6 +85,8 @@ def main() -> None:
     kernel = None if options.before is None else kernel_of(options.before)
     tiny = device.type != "cuda"
     points = [point for point in (TINY if tiny else POINTS) if options.kind in (None, point.kind) and options.point in point.name]
+    if not points:
+        raise ArgumentError("point", repr(options.point), "a part of the name of a point, of `--kind` if that is given")
     configs = {text: changes_of(text) for text in options.config}
     if options.compile:
         first, step = map(int, options.compile.split("/"))
@@ -249,4 +252,5 @@ def lines(row: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    show_without_traceback()
     main()

@@ -116,6 +116,8 @@ def serve_phase(run: Run, names: Sequence[str]) -> None:
                     measure(run, cell, ready)
             for name, engine in ready.items():
                 check(run, name, engine)
+            # Not later, when another call may measure.
+            stack.close()
 
 
 def prepare(run: Run, name: str, engine: Engine) -> bool:

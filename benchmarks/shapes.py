@@ -53,8 +53,14 @@ class Shape:
         return places
 
 
-def _draft(target: Mapping[str, Any], *, draft_vocabulary: int = DRAFT_VOCABULARY, head_dim: int | None = None) -> dict[str, Any]:
-    """One Llama layer with the target's heads, as published EAGLE3 heads have."""
+def _draft(
+    target: Mapping[str, Any], *, draft_vocabulary: int = DRAFT_VOCABULARY, head_dim: int | None = None, mlp: int | None = None
+) -> dict[str, Any]:
+    """One Llama layer with the target's heads, as published EAGLE3 heads have.
+
+    Args:
+        mlp: its intermediate size, three times the hidden one if None.
+    """
     hidden = int(target["hidden_size"])
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -63,7 +69,7 @@ def _draft(target: Mapping[str, Any], *, draft_vocabulary: int = DRAFT_VOCABULAR
         "draft_vocab_size": draft_vocabulary,
         "hidden_size": hidden,
         "target_hidden_size": hidden,
-        "intermediate_size": max(3 * hidden, int(target["intermediate_size"])),
+        "intermediate_size": mlp or max(3 * hidden, int(target["intermediate_size"])),
         "num_hidden_layers": 1,
         "num_attention_heads": target["num_attention_heads"],
         "num_key_value_heads": target["num_key_value_heads"],
@@ -202,7 +208,11 @@ def _shapes() -> dict[str, Shape]:
         Shape("qwen3-8b", qwen, _draft(qwen)),
         Shape("qwen3-d256", wide, _draft(wide)),
         Shape("gpt-oss-20b", gpt := _gpt_oss_20b(), _draft(gpt)),
-        Shape("llama3-70b-tp8", llama := _llama3_70b_slice(), _draft(llama, draft_vocabulary=llama["vocab_size"])),
+        Shape(
+            "llama3-70b-tp8",
+            llama := _llama3_70b_slice(),
+            _draft(llama, draft_vocabulary=llama["vocab_size"], mlp=llama["intermediate_size"]),
+        ),
         Shape("tiny", tiny, _draft(tiny, draft_vocabulary=256)),
     )
     return {shape.name: shape for shape in found}

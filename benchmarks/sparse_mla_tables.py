@@ -69,7 +69,7 @@ def peers(results: dict[str, Any]) -> list[str]:
 def rows_of_drafts(results: dict[str, Any]) -> list[str]:
     """The same run, several query rows a request, cold: rows in shared tiles beside rows in tiles of their own."""
     lines = [
-        "| requests, K, heads, rows | µs, packed | apart / packed | flashmla / packed | packed / one row |",
+        "| requests, K, heads, rows | µs | as separate requests / that | flashmla / that | that / one row |",
         "|---|---|---|---|---|",
     ]
     return lines + [f"| {' | '.join(cells)} |" for cells in chains(results, "cold")]

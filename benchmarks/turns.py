@@ -1,7 +1,8 @@
 """Whose turn it is on a device that several benchmarks share: any number of them start engines at once, and one measures alone.
 
 A start takes minutes of processors and hardly any of the device, so starts go side by side; a number counts only where nothing
-else runs. Both hold one lock file, starts shared and measurements alone, so none begins before the other has ended. The system
+else runs. All hold one lock file, starts and ends of engines shared and measurements alone, so none begins before the other has
+ended. The system
 takes a lock back from a process that died.
 """
 
@@ -16,6 +17,10 @@ from pathlib import Path
 from sglang_specverify.errors import SpecverifyError
 
 _POLL_SECONDS = 0.2
+
+
+class NoTurn(SpecverifyError):
+    """A turn did not come in time."""
 
 
 class Turns:
@@ -33,7 +38,7 @@ class Turns:
         """A turn beside others of this kind, for work that nobody times. Waits at most `seconds` for a measurement to end.
 
         Raises:
-            SpecverifyError: the turn did not come in time.
+            NoTurn: it did not come in time.
         """
         with self._held(fcntl.LOCK_SH, seconds):
             yield
@@ -58,7 +63,7 @@ class Turns:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= end:
-                        raise SpecverifyError(
+                        raise NoTurn(
                             f"no turn on {self._lock} in {seconds:.0f} s", "let what holds it end, or give more time"
                         ) from None
                     time.sleep(_POLL_SECONDS)

@@ -15,7 +15,8 @@ VARIANTS = ("reference", "fused", "fused_split", "specialized", "specialized_spl
 #: Those that divide a prefix, and those of the kernel with specialised warps.
 DIVIDING, SPECIALIZED = ("fused_split", "specialized_split"), ("specialized", "specialized_split")
 
-#: Up to this many keys no prefix is worth dividing: the least of `plan.MIN_CHUNKS` for each of two parts.
+#: Up to this many keys no prefix is worth dividing: two parts of the least length of `plan.MIN_CHUNKS` for a kernel whose last
+#: program combines. A second launch makes shorter parts of longer prefixes; it was not tried below this.
 SHORT_PREFIX = 512
 
 #: Up to so many packed rows half of a specialised tile would be padding, and the fused kernel is as fast.

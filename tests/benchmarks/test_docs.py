@@ -42,9 +42,10 @@ def test_cells_that_do_not_count_are_in_no_table() -> None:
     del failed["arms"]
     faulty = cell("128x4", 100.0, 900.0, faults=["no verify ran on a kernel of the plugin"])
     cells = [failed, faulty, cell("64x4", 100.0, 120.0), cell("128x16", 100.0, 110.0), cell("chain", 50.0, 51.0)]
+    cells[2]["arms"]["specverify"]["spread"] = 0.03
     table = end_to_end_tables.trees({"cells": cells})
-    assert table[2:4] == ["| 128 × 16 | 128 | 1 | 100 | 110 | 1.10 |", "| 64 × 4 | 128 | 1 | 100 | 120 | 1.20 |"]
-    assert table[4:] == ["", "Medians of 3 rounds."]
+    assert table[2:4] == ["| 128 × 16 | 128 | 1 | 100 | 110 | 1.10 (2.0%) |", "| 64 × 4 | 128 | 1 | 100 | 120 | 1.20 (3.0%) |"]
+    assert table[4:] == ["", "Medians of 3 rounds; in brackets how far rounds of one arm lie apart, the wider of both."]
     (said,) = end_to_end_tables.summary({"cells": cells})
     assert said == "1.15 times the tokens/s of stock fa3 in the median of 2 configurations, 1.10 to 1.20."
     assert end_to_end_tables.summary({"cells": [failed, faulty]}) == ["No configuration was measured."]
@@ -62,7 +63,8 @@ def test_each_stock_arm_has_columns_and_the_best_a_sentence() -> None:
     table = end_to_end_tables.trees({"cells": cells})
     assert table[0].count("specverify") == 2
     assert table[2:4] == [
-        "| 64 × 4 | 128 | 32 | 100 | 120 | 1.20 | 110 | 121 | 1.10 \\* |", "| 64 × 4 | 2048 | 1 | 100 | 120 | 1.20 |  |  |  |",
+        "| 64 × 4 | 128 | 32 | 100 | 120 | 1.20 (2.0%) | 110 | 121 | 1.10 (2.0%) \\* |",
+        "| 64 × 4 | 2048 | 1 | 100 | 120 | 1.20 (2.0%) |  |  |  |",
     ]  # fmt: skip
     assert "192 tokens" in table[-1]
     said = end_to_end_tables.summary({"cells": cells})

@@ -333,12 +333,21 @@ def test_files_of_several_calls_are_put_together(tmp_path: Path) -> None:
     for run, cells in ((first, CELLS), (second, CELLS[:1])):
         for cell in cells:
             run.add({**run.row(CHOSEN, "fa3", cell), "arms": {}, "from": run.out.name})
-        run.engines = [{"shape": "tiny", "scenario": "64x4", "stock": "fa3", "arm": "fa3", "from": run.out.name}]
+        who = {"shape": "tiny", "scenario": "64x4", "stock": "fa3", "arm": "fa3"}
+        size = {"pool_tokens": 8, "max_requests": 32, "graph_sizes": [2]}
+        larger = size | {"pool_tokens": 9 + len(cells)}
+        run.engines = [{**who, "setup": setup, "from": run.out.name} for setup in (size, larger)]
         run.settings["inputs"] = [cell.input for cell in cells]
         run.save()
     whole = a_run(tmp_path / "whole.json")
     for run in (first, second):
         whole.load(run.out)
     assert {row["input"]: row["from"] for row in whole.cells} == {128: "second.json", 8: "first.json"}
-    assert [row["from"] for row in whole.engines] == ["second.json"]
+    assert {row["setup"]["pool_tokens"]: row["from"] for row in whole.engines} == {
+        8: "second.json", 11: "first.json", 10: "second.json",
+    }, "engines of other sizes are others"  # fmt: skip
     assert [row["settings"]["inputs"] for row in whole.earlier] == [[128, 8], [128]]
+    failed = a_run(tmp_path / "failed.json")
+    failed.add({**failed.row(CHOSEN, "fa3", CELLS[0]), "error": "no answer"})
+    whole.load(failed.out)
+    assert not any("error" in row for row in whole.cells), "what failed later takes nothing back"

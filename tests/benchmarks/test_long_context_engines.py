@@ -69,11 +69,14 @@ def test_the_model_has_positions_for_its_contexts() -> None:
 
 
 def test_a_slice_is_an_eighth_of_a_model_that_shards() -> None:
-    """Published sizes of Llama 3 70B; hidden size and layers are whole on every device."""
-    slice_ = shapes.get("llama3-70b-tp8").target
+    """Published sizes of Llama 3 70B; hidden size and layers are whole on every device. Its draft is sliced as it is."""
+    shape = shapes.get("llama3-70b-tp8")
+    slice_ = shape.target
     whole = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}
     assert {name: 8 * slice_[name] for name in whole} == whole
     assert (slice_["hidden_size"], slice_["num_hidden_layers"]) == (8192, 80)
+    assert {name: shape.draft[name] for name in whole} == {name: slice_[name] for name in whole}
+    assert shape.draft["draft_vocab_size"] == slice_["vocab_size"]
 
 
 def stats(kernel: str, calls: int = 5) -> dict[str, Any]:

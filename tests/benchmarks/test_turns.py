@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,26 +47,34 @@ def test_a_turn_waits_for_the_one_before_it(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
-    """And one that it started does not keep it."""
+    """Also while one that it started lives on: a server must not keep the turn of the benchmark that started it."""
     lock = tmp_path / "lock"
     code = f"""
 import os, subprocess, sys
 from pathlib import Path
 from benchmarks.turns import Turns
 with Turns(Path({str(lock)!r})).alone(0):
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    # As servers are started: nothing but the standard streams is handed on unless asked for.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False, stdin=subprocess.DEVNULL)
     print(child.pid, flush=True)
     sys.stdin.readline()
     os._exit(1)
 """
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdin is not None
-    assert int(holder.stdout.readline()) > 0
-    with pytest.raises(SpecverifyError, match="no turn"), Turns(lock).shared(0):
-        pass
-    holder.communicate("\n", timeout=60)
-    with Turns(lock).alone(60):
-        pass
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(SpecverifyError, match="no turn"), Turns(lock).shared(0):
+            pass
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.wait(60) == 1
+        with Turns(lock).alone(0):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
 
 
 def test_without_a_lock_file_turns_come_at_once() -> None:

@@ -127,20 +127,30 @@ def test_without_costs_parts_are_as_many_as_fit() -> None:
     assert [parts_of(rows, 20, PROGRAMS, config) for rows in (1, 8, 32, 64, 128)] == [20, 10, 4, 2, 1]
 
 
+#: Up to this date rows of the result file shared tiles wherever they can.
+ALWAYS_SHARED = "2026-11-30 15:30 UTC"
+
+
 def test_rows_of_a_request_share_tiles_where_that_was_faster() -> None:
-    """Held to both ways' measured times: none that is taken is behind the other by more than 4 %."""
+    """Held to both ways' measured times: none that is taken is behind the other by more than 4 %.
+
+    Until the rule was asked, all rows that can share tiles did; since then only where it says so, and where it does not, both
+    times are of rows apart.
+    """
     rows = json.loads((RESULTS / "sparse-mla-peers-h200.json").read_text())["points"]
     chosen, gains = [], []
     for row in rows:
         point = Point(**row["point"])
         if point.queries == 1 or point.heads > 16:
             continue
+        if row["date"] > ALWAYS_SHARED and not choice(point):
+            continue
         packed, apart = (row["arms"][name]["cold"]["us"] for name in ("specverify", "rows apart"))
         chosen.append(choice(point))
         taken, other = (packed, apart) if chosen[-1] else (apart, packed)
         assert taken <= 1.04 * other, row["name"]
         gains.append(other / taken)
-    assert {True, False} == set(chosen) and max(gains) > 1.3
+    assert chosen.count(True) >= 10 and chosen.count(False) >= 4 and max(gains) > 1.3
 
 
 def choice(point: Point, arch: str = "sm_90", **changes: Any) -> bool:

@@ -113,6 +113,7 @@ def serve_phase(run: Run, chosen: plan.Scenario, stock: str, engines: dict[str, 
         row = run.row(chosen, stock, cell)
         try:
             row["arms"] = measure(run, engines, cell)
+            row["collector"] = {arm: plan.FROZEN if engine.frozen else plan.COLLECTING for arm, engine in engines.items()}
             row["faults"] = check(run, chosen, stock, engines)
             run.say(line(row))
             for text in row["faults"]:

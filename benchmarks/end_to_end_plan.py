@@ -260,6 +260,16 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("shape", "scenario", "stock", "input", "concurrency"))
 
 
+#: Whether Python's collector leaves alone what an engine had at its start, by arm in a row's "collector"; older rows do not say.
+FROZEN, COLLECTING = "frozen", "collecting"
+
+
+def is_even(row: Mapping[str, Any]) -> bool:
+    """Whether the collector is known to have been alike in both arms. What it costs was not measured."""
+    states = set(row.get("collector", {}).values())
+    return len(states) == 1
+
+
 def engine_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Tells what was found out of an engine from that of every other: what it is beside, and how large."""
     sizes = (row["setup"][name] for name in ("pool_tokens", "max_requests", "graph_sizes"))

@@ -37,12 +37,14 @@ def trees(results: dict[str, Any]) -> list[str]:
     lines = [f"| W × topk | input | requests | {heads} |", "|---|---|---|" + "---|---|---|" * len(stocks)]
     by_place = {(pair.place, pair.stock): pair for pair in found}
     longer: set[tuple[int, int]] = set()
+    uneven = False
     for place in dict.fromkeys(sorted(pair.place for pair in found)):
         cells = [place[0].replace("x", " × "), str(place[1]), str(place[2])]
         for stock in stocks:
             pair = by_place.get((place, stock))
             cells += ["", "", ""] if pair is None else _speeds(pair)
             longer |= set() if pair is None or not _is_longer(pair) else {(pair.row["output"], pair.row["concurrency"])}
+            uneven |= pair is not None and not plan.is_even(pair.row)
         lines.append("| " + " | ".join(cells) + " |")
     repetitions = sorted({len(pair.theirs["each_tokens_per_s"]) for pair in found})
     rounds = " or ".join(map(str, repetitions))
@@ -52,11 +54,17 @@ def trees(results: dict[str, Any]) -> list[str]:
         "that extends the prompts weighs more."
         for output, requests in sorted(longer)
     ]
-    return [*lines, "", " ".join(said)]
+    return [*lines, "", " ".join(said + ([_UNEVEN] if uneven else []))]
+
+
+_UNEVEN = (
+    "†: SGLang's freeze of Python's garbage collector at an engine's start succeeded in one of the two alone, or it is not known "
+    "whether in both. What that is worth was not measured."
+)
 
 
 def _speeds(pair: Pair) -> list[str]:
-    mark = " \\*" if _is_longer(pair) else ""
+    mark = ("" if plan.is_even(pair.row) else " †") + (" \\*" if _is_longer(pair) else "")
     speeds = [f"{arm['tokens_per_s']:.0f}" for arm in (pair.theirs, pair.ours)]
     return [*speeds, f"{pair.ratio:.2f} ({_spread(pair):.1%}){mark}"]
 

@@ -183,6 +183,7 @@ class Engine:
     def __init__(self, setup: Setup, log: Path | None = None) -> None:
         self.setup = setup
         self.start_seconds: float | None = None
+        self.frozen = False
         hardware = detect()
         self.server = Server(
             setup.arguments(gpu=hardware.has_gpu),
@@ -198,10 +199,11 @@ class Engine:
         return self
 
     def ready(self, seconds: float) -> Engine:
-        """Block until it answers. `start_seconds` is when that was first seen: of two engines waited for in turn, an upper bound.
+        """Block until it answers, and freeze its garbage. `start_seconds` is when an answer was first seen: of two engines waited
+        for in turn, an upper bound.
 
         Raises:
-            SpecverifyError: it ended, or does not answer `seconds` after its start.
+            SpecverifyError: it ended, does not answer `seconds` after its start, or cannot freeze.
         """
         while not self.server.poll():
             waited = time.monotonic() - self.server.started_at
@@ -212,6 +214,10 @@ class Engine:
                 )
             time.sleep(0.3)
         self.start_seconds = time.monotonic() - self.server.started_at
+        # SGLang asks itself for this at the end of its start, so that Python's collector leaves alone what is there for good, and
+        # only logs where its own server does not listen yet. Without warm-up requests that is a race, which either arm may lose.
+        self.server.post("/freeze_gc", timeout=60.0)
+        self.frozen = True
         return self
 
     @property

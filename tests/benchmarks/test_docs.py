@@ -34,7 +34,8 @@ def cell(scenario: str, theirs: float, ours: float, repetitions: int = 3, **chan
     }
     place = {"scenario": scenario, "input": 128, "concurrency": 1, "stock": "fa3", "output": 192, "under_pressure": False}
     topk = int(scenario.split("x")[1]) if "x" in scenario else 1
-    return {**place, "speculation": {"topk": topk}, "arms": arms, "faults": [], **changes}
+    collector = {name: "frozen", "specverify": "frozen"}
+    return {**place, "speculation": {"topk": topk}, "arms": arms, "faults": [], "collector": collector, **changes}
 
 
 def test_cells_that_do_not_count_are_in_no_table() -> None:
@@ -70,6 +71,14 @@ def test_each_stock_arm_has_columns_and_the_best_a_sentence() -> None:
     said = end_to_end_tables.summary({"cells": cells})
     assert len(said) == 3
     assert said[-1].startswith("1.10 times the tokens/s of the best of them in the median of 1 configurations, where")
+
+
+@pytest.mark.parametrize("collector", [{}, {"fa3": "frozen", "specverify": "collecting"}])
+def test_a_collector_that_is_not_alike_is_marked(collector: dict[str, str]) -> None:
+    table = end_to_end_tables.trees({"cells": [cell("64x4", 100.0, 120.0, collector=collector)]})
+    assert table[2].endswith("| 1.20 (2.0%) † |") and "garbage collector" in table[-1]
+    both = {"fa3": "collecting", "specverify": "collecting"}
+    assert "†" not in "".join(end_to_end_tables.trees({"cells": [cell("64x4", 100.0, 120.0, collector=both)]}))
 
 
 def test_clocks_are_those_of_the_largest_tree() -> None:

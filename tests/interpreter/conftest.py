@@ -35,7 +35,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         warnings.warn(pytest.PytestWarning(text), stacklevel=1)
         return True
     if not _STATE:
-        _prepare(config.getoption("--tables"))
+        _prepare(config.getoption("--tables", None))
     return None
 
 
@@ -88,7 +88,7 @@ def tables(device: str, request: pytest.FixtureRequest) -> Iterator[str]:
     from sglang_specverify.kernels import run
     from sglang_specverify.kernels.launch import arch_of
 
-    here, asked, lookup = arch_of(torch.device(device)), request.config.getoption("--tables"), run.lookup
+    here, asked, lookup = arch_of(torch.device(device)), request.config.getoption("--tables", None), run.lookup
     with pytest.MonkeyPatch.context() as patch:
         if asked:
             patch.setattr(run, "lookup", lambda arch, *args: lookup(asked if arch == here else arch, *args))

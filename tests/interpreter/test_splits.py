@@ -38,11 +38,14 @@ def build(c: Config, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts(device: str, kind: str, parts: int) -> None:
-    """Shorter prefixes than parts: some parts are empty, for L 0 all."""
+    """Shorter prefixes than parts: some are empty, for L 0 all. Who the table says combines them, and the last program."""
     a = build(BASE.but(**KINDS[kind]), device)
-    plan = divided(a, [even(n, parts, block_n(a)) for n in (140, 40, 0)])
-    check(a, variant="fused_split", plan=plan, splits=parts)
-    assert counters(plan).tolist() == rested(plan), "the counters are ready for the next layer"
+    starts = [even(n, parts, block_n(a)) for n in (140, 40, 0)]
+    shipped = divided(a, starts).shape.config.combine
+    for combine in dict.fromkeys((shipped, "last" if parts == 3 else shipped)):
+        plan = divided(a, starts, combine=combine)
+        check(a, variant="fused_split", plan=plan, splits=parts)
+        assert counters(plan).tolist() == rested(plan), "the counters are ready for the next layer"
 
 
 @given(
@@ -65,11 +68,11 @@ def test_any_division_in_any_order(device: str, c: Config, where: dict[str, Any]
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 def test_order_of_arrival_changes_no_bit(device: str, order: list[int]) -> None:
-    """Whoever combines them, always from the first to the last."""
+    """Whichever part comes last combines them, always from the first to the last."""
     a = build(BASE.but(prefix_lens=(140,), q_heads=4, kv_heads=2), device)
     starts = [even(140, 3, block_n(a))]
-    want = call(a, variant="fused_split", plan=divided(a, starts))
-    got = call(a, variant="fused_split", plan=divided(a, starts, order=order))
+    want = call(a, variant="fused_split", plan=divided(a, starts, combine="last"))
+    got = call(a, variant="fused_split", plan=divided(a, starts, order=order, combine="last"))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 

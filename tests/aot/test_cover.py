@@ -11,7 +11,7 @@ import pytest
 from benchmarks.compile_all import Outcome
 from sglang_specverify.kernels.aot_specialized import specialized
 from sglang_specverify.kernels.sparse_mla.arguments import CONTRACTS
-from sglang_specverify.kernels.targets import TARGETS
+from sglang_specverify.kernels.targets import TARGETS, from_arch
 from tests.aot import workers
 from tests.aot.cover import CASES, FACTORS, cover, pairs, pairs_of
 
@@ -64,6 +64,23 @@ def test_the_specialised_kernel_fits(futures: dict[str, Any], case: Any) -> None
     assert outcome.compiled.kernel == "specialized_kernel"
     assert set(outcome.compiled.matrix_instructions) == {"wgmma.mma_async"}
     assert outcome.source.startswith("specialized entry")
+
+
+def test_the_specialised_kernel_in_front_of_the_tables_second_launch(futures: dict[str, Any]) -> None:
+    """Of few rows: the entry's own configuration has the parts combined by a launch, and its bytes of spills are enough."""
+    (case,) = (case for case in SPECIALIZED if case.configured()[0].combine == "launch")
+    assert case.divide and case.call.dims == (128, 128) and not case.combine
+    config, accepted, source = case.configured()
+    attention, combining = case.launches(config)
+    assert not attention.constants["LAST"] and combining.kernel is not attention.kernel
+    outcome = futures[case.name].result()
+    check(outcome)
+    assert outcome.source == source and outcome.launch["combine"] == "launch"
+    assert outcome.compiled.spill_bytes <= accepted
+    target = from_arch("sm_90")
+    assert outcome.compiled.registers <= target.registers
+    # Rings of two tiles of 128 keys and as many values, of 256 bytes each, and what two programs could not share.
+    assert target.shared_bytes / 2 < outcome.compiled.shared_bytes <= target.shared_bytes
 
 
 def test_only_one_architecture_has_the_specialised_kernel() -> None:

@@ -131,6 +131,12 @@ def names(seen: list[Launch]) -> list[str]:
     return [launch.kernel.fn.__name__ for launch in seen]
 
 
+def attention(seen: list[Launch]) -> Launch:
+    """The one launch of attention among them; a plan's may stand before it, and one that combines parts behind it."""
+    (found,) = (launch for launch in seen if launch.kernel.fn.__name__ in ("verify_attention_kernel", "specialized_kernel"))
+    return found
+
+
 def one_table(a: dict[str, Any]) -> dict[str, Any]:
     """The same call with a table of slots in place of pages, one row for each request in order."""
     page, table = a["page_size"], a["table"][a["row_ids"].long()]
@@ -200,6 +206,6 @@ def copy_of(a: dict[str, Any], name: str) -> torch.Tensor:
 
 
 __all__ = [
-    "Expected", "Guarded", "call", "check", "copy_of", "expect", "guarded", "guarded_lse", "launches", "names", "one_table",
-    "own_rows", "prefix_arguments", "prefix_state", "suffix_arguments", "to_device",
+    "Expected", "Guarded", "attention", "call", "check", "copy_of", "expect", "guarded", "guarded_lse", "launches", "names",
+    "one_table", "own_rows", "prefix_arguments", "prefix_state", "suffix_arguments", "to_device",
 ]  # fmt: skip

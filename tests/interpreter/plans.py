@@ -44,17 +44,17 @@ def divided(
     *,
     order: Sequence[int] | None = None,
     kernel: str = "fused",
-    combine: str = "last",
+    combine: str | None = None,
 ) -> Plan:
     """A plan in which the prefix of request r is divided at `starts[r]`, which begins with 0; the last part ends at L.
 
     Two equal starts make an empty part, which the specialised kernel does not know. `order`: the items' places, which is the
-    order in which the interpreter runs them. `combine`: who combines the parts.
+    order in which the interpreter runs them. `combine`: who combines the parts; as the table says where None.
     """
     lens = a["prefix_lens"].tolist()
     count = sum(len(one) for one in starts)
     shape = plan_for(a, divide=True, kernel=kernel).shape
-    config = None if combine == shape.config.combine else replace(shape.config, combine=combine)
+    config = None if combine in (None, shape.config.combine) else replace(shape.config, combine=combine)
     # Room for all of them: there are bs + slots items and 2 slots partial results at the most.
     programs = max(shape.programs, (count + 1) * shape.row_tiles * shape.kv_heads)
     plan = plan_for(a, divide=True, programs=programs, kernel=kernel, config=config)
@@ -86,6 +86,22 @@ def items(plan: Plan) -> torch.Tensor:
 
 def counters(plan: Plan) -> torch.Tensor:
     return plan.buffer[plan.counters_at : plan.counters_at + plan.shape.counters(plan.batch)]
+
+
+def rested(plan: Plan) -> list[int]:
+    """What `counters` are before and after every layer: 0, or where a launch combines each request's first partial and parts."""
+    if plan.shape.config.combine == "last":
+        return [0] * plan.shape.counters(plan.batch)
+    of_request = {word[0]: [word[5], word[4]] for word in items(plan).tolist() if word[0] >= 0}
+    return [number for request in range(plan.batch) for number in of_request[request]]
+
+
+def attends(plan: Plan) -> list[str]:
+    """The kernels of a call with the plan, as `calls.names` has them: attention, and behind it one that combines parts where
+    prefixes are divided and the launch configuration leaves them to one.
+    """
+    kernel = {"fused": "verify_attention_kernel", "specialized": "specialized_kernel"}[plan.kernel]
+    return [kernel, *["combine_parts_kernel"] * (plan.divides and plan.shape.config.combine == "launch")]
 
 
 def partial_states(a: dict[str, Any], starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

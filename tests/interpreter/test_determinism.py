@@ -11,6 +11,7 @@ from tests.kernels.cases import Config, build_draft, build_verify
 
 from .bounds import compare
 from .calls import call, launches, names, to_device
+from .plans import attends, plan_for
 
 #: Below, at and above the length from which deterministic mode divides a prefix, 1024; an empty one and a short one.
 BASE = Config(
@@ -43,12 +44,17 @@ def some(a: dict[str, Any], requests: list[int]) -> dict[str, Any]:
     return {**a, **part}
 
 
+def launched(a: dict[str, Any]) -> list[str]:
+    """The kernels of a deterministic call without a plan."""
+    return ["plan_kernel", *attends(plan_for(a | {"deterministic": True}, divide=True))]
+
+
 @pytest.mark.parametrize("kind", ["chain", "qlen_only", "full_mask", "branches"])
 def test_bits_do_not_depend_on_the_batch(device: str, kind: str) -> None:
     a = build(kind, device)
     with launches() as seen:
         out, lse = call(a, deterministic=True, variant="fused_split")
-    assert names(seen) == ["plan_kernel", "verify_attention_kernel"]
+    assert names(seen) == launched(a)
     compare(a, out, lse, splits=16)
     for requests in BATCHES if kind == "qlen_only" else BATCHES[5:7]:
         got = call(some(a, requests), deterministic=True, variant="fused_split")
@@ -94,7 +100,8 @@ def test_auto_takes_the_divided_kernel_when_asked_for_determinism(device: str) -
     """Its split follows each request's own length; the choice must not follow the batch either."""
     a = build("chain", device)
     for requests in ([0], [2], [0, 1, 2, 3, 4]):
+        one = some(a, requests)
         with launches() as seen:
-            call(some(a, requests), deterministic=True, variant="auto")
-        assert names(seen) == ["plan_kernel", "verify_attention_kernel"]
+            call(one, deterministic=True, variant="auto")
+        assert names(seen) == launched(one)
         assert seen[1].constants["SPLIT"] is True

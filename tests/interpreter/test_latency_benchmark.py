@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gate, inputs, latency_arms, wide_trees
+from benchmarks.arms import make_plan
 from benchmarks.latency import POINTS, TINY, kernel_of, lines, measure, ours
 from benchmarks.latency_arms import ABLATIONS, planned
 from benchmarks.points import Point
@@ -18,6 +19,7 @@ from sglang_specverify.kernels.launch import Launch
 from sglang_specverify.kernels.specialized import ARCH
 
 from . import specialized_calls
+from .calls import attention, launches
 
 CPU = torch.device("cpu")
 CHAIN = replace(TINY[0], q_heads=2, kv_heads=1, length=514)
@@ -40,12 +42,18 @@ def test_dry_run() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the plan is the interpreter's")
 def test_ablations_leave_work_out() -> None:
     """Outputs are not written where nothing combines the parts, and wrong where keys are left out: nothing runs by accident."""
-    made = inputs.make(CHAIN, CPU)
+    tile = make_plan(inputs.make(CHAIN, CPU), "fused_split").shape.config.block_n
+    # Long enough for parts of several tiles.
+    made = inputs.make(replace(CHAIN, length=max(CHAIN.length, 16 * tile + 2)), CPU)
     samples = gate.samples(made)
     wrong = []
     for name, tamper in {"nothing": lambda plan: None, **ABLATIONS}.items():
         call = planned(made, tamper=tamper)
-        out = call(0).fill_(torch.nan)
+        with launches() as seen:
+            out = call(0).fill_(torch.nan)
+        # Whoever combines finds no parts of an earlier call.
+        for scratch in ("partial_out", "partial_lse"):
+            attention(seen).arguments[scratch].fill_(torch.nan)
         call(0)
         written = bool(torch.isfinite(out).all())
         wrong.append((name, written, written and gate.error(made, out, samples) <= gate.LIMIT))

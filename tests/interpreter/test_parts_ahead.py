@@ -1,4 +1,4 @@
-"""The parts of a divided prefix, read ahead of their combination or behind each other."""
+"""The parts of a divided prefix, read by the last program ahead of their combination or behind each other."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_parts_are_combined_in_rounds(device: str, registers: int, ahead: bool) 
     lens = (180, 60, 0, 30)
     a = to_device(verify_call(BASE.but(prefix_lens=lens)), device)
     parts = [even(n, count, block_n(a)) for n, count in zip(lens, (9, 4, 1, 2), strict=True)]
-    config = replace(plan_for(a, divide=True).shape.config, max_registers=registers)
+    config = replace(plan_for(a, divide=True).shape.config, max_registers=registers, combine="last")
     expected = expect(a, splits=9)
     outs = []
     for order in (range(16), reversed(range(16))):
-        plan = divided(a, parts, order=list(order))
+        plan = divided(a, parts, order=list(order), combine="last")
         plan = replace(plan, shape=replace(plan.shape, config=config))
         with launches() as seen:
             check(a, variant="fused_split", plan=plan, expected=expected)

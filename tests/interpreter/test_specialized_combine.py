@@ -13,7 +13,7 @@ from sglang_specverify.hardware import from_name
 from sglang_specverify.kernels import run
 from sglang_specverify.kernels.arguments import VerifyArguments, check_verify
 from sglang_specverify.kernels.plan import Plan
-from sglang_specverify.kernels.specialized import ARCH
+from sglang_specverify.kernels.specialized import ARCH, HEAD_DIMS
 from tests.kernels.cases import Config
 
 from . import specialized_calls
@@ -96,18 +96,25 @@ def test_what_is_left_out_shows(device: str) -> None:
 
 
 def test_a_program_that_counts_is_seen(device: str, emulated: None) -> None:
+    a = build(SMALL, device)
+    counting = divided(a, STARTS, kernel="specialized", combine="last")
     with pytest.raises(AssertionError, match="plan is counted in"):
-        check(build(SMALL, device), split=divided(build(SMALL, device), STARTS, kernel="specialized"), parts=3, program=Counting)
+        check(a, split=counting, parts=3, program=Counting)
 
 
-def test_the_public_call_s_launches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a plan of the planner's own; how many there are hangs on no length, and an undivided one has no second."""
-    a = build(SMALL.but(prefix_lens=(800, 40), kv_heads=1, q_heads=1), device)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_the_public_call_s_launches(device: str, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """With a plan of the planner's own, for head dims of 128 by the table's own configuration, which asks for the second launch;
+    how many there are hangs on no length, and an undivided one has no second.
+    """
+    a = build(SMALL.but(prefix_lens=(800, 40), kv_heads=1, q_heads=1, head_dim=dim, v_head_dim=dim), device)
     wanted = {field.name: a.get(field.name, DEFAULTS[field.name]) for field in fields(VerifyArguments)}
     out, lse = torch.full_like(a["q"], torch.nan), a["q"].new_full(a["q"].shape[:2], torch.nan, dtype=torch.float32)
     checked = VerifyArguments(**{**wanted, "out": out, "lse": lse})
     problem = check_verify(checked)
-    config = replace(plan_for(a, divide=True, kernel="specialized").shape.config, combine="launch")
+    shipped = plan_for(a, divide=True, kernel="specialized").shape.config
+    assert shipped.combine == ("launch" if dim == 128 else "last")
+    config = None if dim == 128 else replace(shipped, combine="launch")
     plan = plan_for(a, divide=True, kernel="specialized", config=config)
     parts = int(items(plan)[0, 4])
     assert parts > 1 and plan.buffer[plan.counters_at : plan.items_at].tolist() == [0, parts, parts, 1]

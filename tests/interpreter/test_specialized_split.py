@@ -61,7 +61,7 @@ def test_the_planners_divisions(device: str, drawn: Any, programs: int, fill: in
 def test_divisions_by_hand(device: str, kind: str, starts: list[list[int]]) -> None:
     a = build(LONG.but(kind=kind), device)
     for seed in range(2):
-        plan = divided(a, starts, kernel="specialized")
+        plan = divided(a, starts, kernel="specialized", combine="last")
         check(a, programs=3, seed=seed, split=plan, parts=5)
         assert not bool(counters(plan).any()), "a plan serves every layer of a step"
 
@@ -84,7 +84,7 @@ def test_a_call_without_a_plan_makes_its_own(device: str, kind: str, monkeypatch
 
 def test_whoever_comes_last_changes_no_bit(device: str, emulated: None) -> None:
     a = build(LONG.but(kv_heads=1, q_heads=4), device)
-    plan = divided(a, [[0, 256, 512], [0], [0, 128]], kernel="specialized")
+    plan = divided(a, [[0, 256, 512], [0], [0, 128]], kernel="specialized", combine="last")
     results = [check(a, programs=7, seed=seed, split=plan, parts=3) for seed in range(6)]
     for out, lse in results[1:]:
         assert lse is not None and results[0][1] is not None
@@ -100,7 +100,7 @@ def test_a_count_that_is_off_is_seen(device: str, emulated: None) -> None:
 
     a = build(LONG.but(kv_heads=1, q_heads=4), device)
     with pytest.raises(AssertionError):
-        check(a, split=divided(a, [[0, 256, 512], [0], [0, 128]], kernel="specialized"), parts=3, program=Early)
+        check(a, split=divided(a, [[0, 256, 512], [0], [0, 128]], kernel="specialized", combine="last"), parts=3, program=Early)
 
 
 class NoBarrier(Program):
@@ -130,12 +130,12 @@ class FirstCache(Program):
 def test_parts_that_another_multiprocessor_need_not_see(device: str, emulated: None, program: type[Program], found: str) -> None:
     a = build(LONG.but(kv_heads=1, q_heads=4), device)
     with pytest.raises(Fault, match=found):
-        check(a, split=divided(a, [[0, 256], [0], [0]], kernel="specialized"), parts=2, program=program)
+        check(a, split=divided(a, [[0, 256], [0], [0]], kernel="specialized", combine="last"), parts=2, program=program)
 
 
 def test_a_lost_part_is_seen(device: str, emulated: None) -> None:
     a = build(LONG, device)
-    plan = divided(a, [[0, 256], [0], [0]], kernel="specialized")
+    plan = divided(a, [[0, 256], [0], [0]], kernel="specialized", combine="last")
     plan.buffer[plan.items_at] -= 1
     with pytest.raises(AssertionError):
         check(a, split=plan, parts=2)

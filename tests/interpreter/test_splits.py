@@ -14,7 +14,7 @@ from tests.kernels.cases import Config
 
 from .bounds import expect
 from .calls import call, check, launches, names, to_device
-from .plans import block_n, counters, divided, even, items
+from .plans import attends, block_n, counters, divided, even, items, rested
 from .strategies import configs, draft_call, outputs, verify_call
 
 BASE = Config(
@@ -38,11 +38,14 @@ def build(c: Config, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts(device: str, kind: str, parts: int) -> None:
-    """Shorter prefixes than parts: some parts are empty, for L 0 all."""
+    """Shorter prefixes than parts: some are empty, for L 0 all. Who the table says combines them, and the last program."""
     a = build(BASE.but(**KINDS[kind]), device)
-    plan = divided(a, [even(n, parts, block_n(a)) for n in (140, 40, 0)])
-    check(a, variant="fused_split", plan=plan, splits=parts)
-    assert not counters(plan).any(), "the counters are ready for the next layer"
+    starts = [even(n, parts, block_n(a)) for n in (140, 40, 0)]
+    shipped = divided(a, starts).shape.config.combine
+    for combine in dict.fromkeys((shipped, "last" if parts == 3 else shipped)):
+        plan = divided(a, starts, combine=combine)
+        check(a, variant="fused_split", plan=plan, splits=parts)
+        assert counters(plan).tolist() == rested(plan), "the counters are ready for the next layer"
 
 
 @given(
@@ -68,8 +71,8 @@ def test_order_of_arrival_changes_no_bit(device: str, order: list[int]) -> None:
     """Whichever part comes last combines them, always from the first to the last."""
     a = build(BASE.but(prefix_lens=(140,), q_heads=4, kv_heads=2), device)
     starts = [even(140, 3, block_n(a))]
-    want = call(a, variant="fused_split", plan=divided(a, starts))
-    got = call(a, variant="fused_split", plan=divided(a, starts, order=order))
+    want = call(a, variant="fused_split", plan=divided(a, starts, combine="last"))
+    got = call(a, variant="fused_split", plan=divided(a, starts, order=order, combine="last"))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
@@ -98,7 +101,7 @@ def test_layers_share_a_plan(device: str) -> None:
         b = {**a, "q": a["q"] * (layer + 1), "v_cache": a["v_cache"].flip(2), "k_scale": 0.3 * layer}
         with launches() as seen:
             check(b, variant="fused_split", plan=plan, workspace=workspace, splits=3)
-        assert names(seen) == ["verify_attention_kernel"]
+        assert names(seen) == attends(plan)
         assert torch.equal(plan.buffer, before)
 
 

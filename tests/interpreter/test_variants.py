@@ -15,8 +15,8 @@ from sglang_specverify.kernels.variants import SPECIALIZED, VariantFacts, choose
 from tests.kernels.cases import Config, build_draft, build_verify
 
 from .bounds import compare
-from .calls import call, check, launches, names, to_device
-from .plans import divided, items
+from .calls import attention, call, check, launches, names, to_device
+from .plans import attends, divided, items, plan_for
 
 BASE = Config(
     prefix_lens=(300, 40), widths=3, q_heads=2, kv_heads=1, head_dim=16, v_head_dim=16, page_size=16, q_dtype=torch.bfloat16,
@@ -25,7 +25,8 @@ BASE = Config(
 
 KINDS = ["chain", "qlen_only", "full_mask", "branches"]
 
-#: What each variant launches for a chain, beside its outputs' numbers: that it ran is told by this, not by the result.
+#: What each variant launches for a chain, beside its outputs' numbers: that it ran is told by this, not by the result. Behind
+#: a divided one stands what combines its parts, where the table says so.
 LAUNCHES = {
     "reference": [],
     "fused": ["verify_attention_kernel"],
@@ -55,11 +56,14 @@ def test_a_named_variant_is_the_one_that_runs(device: str, kind: str, variant: s
 
     masked = kind in ("qlen_only", "full_mask") and variant != "reference"
     want = LAUNCHES[variant] if not masked else ["plan_kernel", "verify_attention_kernel"]
+    if variant == "fused_split":
+        want = want[:-1] + attends(plan_for(a, divide=True))
     assert names(seen) == want
     if seen:
-        assert seen[-1].constants["SPLIT"] is (variant == "fused_split")
-        assert seen[-1].constants["KIND"] == {"chain": CHAIN, "branches": BRANCHES}.get(kind, TREE)
-        assert seen[-1].constants["MERGE"] is False
+        constants = attention(seen).constants
+        assert constants["SPLIT"] is (variant == "fused_split")
+        assert constants["KIND"] == {"chain": CHAIN, "branches": BRANCHES}.get(kind, TREE)
+        assert constants["MERGE"] is False
 
 
 @pytest.mark.parametrize("variant", SPECIALIZED)
@@ -69,8 +73,10 @@ def test_the_specialised_variant_runs_on_its_hardware_and_is_refused_elsewhere(d
     with launches() as seen:
         if arch == ARCH:
             check(a, variant=variant, splits=8)
-            assert names(seen) == LAUNCHES[variant]
-            assert seen[-1].constants["SPLIT"] is (variant == "specialized_split")
+            split = variant == "specialized_split"
+            ran, plan = list(seen), plan_for(a, divide=split, kernel="specialized")
+            assert names(ran) == LAUNCHES[variant][:-1] + attends(plan)
+            assert attention(ran).constants["SPLIT"] is split
             return
         with pytest.raises(SpecverifyError, match=f"variant {variant} cannot serve this call: it is written for {ARCH}"):
             call(a, variant=variant)
@@ -93,7 +99,8 @@ def test_auto_runs_a_kernel_and_is_right(device: str, kind: str) -> None:
         a = build(kind, device, prefix_lens=lens)
         with launches() as seen:
             check(a, variant="auto", splits=8)
-        assert names(seen)[-1] == "verify_attention_kernel"
+        ran = [name for name in names(seen) if name != "plan_kernel"]
+        assert ran == attends(plan_for(a, divide=attention(seen).constants["SPLIT"]))
 
 
 def test_auto_with_a_plan_takes_the_divided_kernel(device: str) -> None:
@@ -102,7 +109,7 @@ def test_auto_with_a_plan_takes_the_divided_kernel(device: str) -> None:
     assert items(plan)[0, 4] == 2
     with launches() as seen:
         check(a, variant="auto", plan=plan, splits=2)
-    assert names(seen) == ["verify_attention_kernel"] and seen[0].constants["SPLIT"] is True
+    assert names(seen) == attends(plan) and seen[0].constants["SPLIT"] is True
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

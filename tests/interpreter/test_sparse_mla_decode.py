@@ -61,6 +61,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @example(p=Problem(1, 8, 8, 23, 17, shared=True, starts=True, seed=5), splits=2, parts=1)
 @example(p=Problem(1, 1, 128, 20, 20, seed=6), splits=2, parts=2)
 @example(p=Problem(1, 2, 64, 20, 0, missing=1.0, seed=7), splits=1, parts=1)
+@example(p=Problem(1, 1, 16, 20, 20, seed=8), splits=33, parts=1)  # more parts than whose columns fit at once
 def test_equals_the_oracle(device: str, p: Problem, splits: int | None, parts: int) -> None:
     assert wrong(p, device, splits, replace(SMALL, value_parts=parts)) == []
 

@@ -221,13 +221,15 @@ def decode_launches(
         decode = Launch(decode_kernel, grid, inputs, {**shared, **tile}, own_options)
     if not split:
         return (decode,)
-    columns = min(config.reduce_columns, DIM)
-    rows = min(config.reduce_rows, division.block_m)
+    columns, rows = min(config.reduce_columns, DIM), min(config.reduce_rows, division.block_m)
+    parts = 1 << (division.splits - 1).bit_length()
+    # Up to 64 parts are read at once. Beyond 32 of them a program has half the columns: the registers of 4 warps hold no more.
+    columns = columns // 2 if parts > 32 else columns
     reducer = Launch(
         combine_kernel,
         (division.block_m // rows, DIM // columns, a.batch * division.blocks),
         {**own, "blocks": division.blocks},
-        {**constants, "ROWS": rows, "COLUMNS": columns, "SPLITS": 1 << (division.splits - 1).bit_length()},
+        {**constants, "ROWS": rows, "COLUMNS": columns, "SPLITS": parts},
         {"num_warps": config.reduce_warps, **options},
     )
     return decode, reducer

@@ -47,6 +47,8 @@ def emulator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         Problem(1, 3, 8, 66, 20, shared=True, starts=True, shared_main=True, swa_page_rows=61, main_page_rows=61,
                 swa_layout="interleaved", main_layout="interleaved", pad=48, seed=3),
         Problem(1, 2, 128, 20, 0, missing=1.0, seed=4),
+        Problem(2, 3, 64, 69, 40, shared=True, starts=True, shared_main=True, seed=5),
+        Problem(1, 4, 128, 130, 0, shared=True, starts=True, seed=6),
     ],
     ids=lambda p: f"Sq{p.queries}-H{p.heads}-K{p.topk}",
 )  # fmt: skip
@@ -57,6 +59,16 @@ def test_equals_the_oracle(device: str, p: Problem, splits: int, keys: int, stag
     config = replace(SPECIALIZED, keys=keys, num_stages=stages)
     deepseek_v41_decode(**call, out=out, lse=lse, splits=splits, config=config)
     assert rejections(out, lse, oracle(call)) == []
+
+
+@pytest.mark.parametrize(("splits", "keys"), [(1, 64), (4, 32), (9, 32)])
+def test_windows_that_are_no_chain_s(device: str, splits: int, keys: int) -> None:
+    """Windows begin anywhere and may be longer than a chain's: no entry is read twice or not at all, however keys are divided."""
+    call = build(Problem(2, 4, 64, 100, 40, shared=True, starts=True, shared_main=True, seed=11), device)
+    call["swa_starts"] = torch.tensor([[0, 3, 31, 99], [5, 100, 64, 1]], dtype=torch.int32, device=device)
+    call["swa_lens"] = torch.tensor([[100, 97, 69, 1], [96, 7, 0, 99]], dtype=torch.int32, device=device)
+    config = replace(SPECIALIZED, keys=keys, num_stages=128 // keys)
+    assert rejections(*deepseek_v41_decode(**call, splits=splits, config=config), oracle(call)) == []
 
 
 @pytest.mark.parametrize("scale", [-0.06, 0.0])

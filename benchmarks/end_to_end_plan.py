@@ -16,6 +16,7 @@ from sglang_specverify.errors import ArgumentError
 WIDTHS, TOPKS = (64, 128), (4, 8, 16)
 INPUTS, CONCURRENCIES = (128, 2048, 8192), (1, 8, 32)
 STEPS = 8
+CHAIN = Speculation(topk=1, steps=3, width=4)
 #: The pairs (W, topk) that are measured unless others are asked for: the ends of the range.
 DEFAULT_SCENARIOS = ("128x16", "64x4")
 #: Tokens of an answer, so that a round lasts 0.5 to 2.5 s: a step of 32 trees takes ten times as long as one of a single tree.
@@ -41,11 +42,16 @@ class Cell:
     def name(self) -> str:
         return f"input {self.input} concurrency {self.concurrency}"
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands in the grid, whatever its answers: (input, concurrency)."""
+        return self.input, self.concurrency
+
 
 @dataclass(frozen=True)
 class Scenario:
     """How engines speculate. `pool_share` below 1 makes their pool smaller than their requests together; `most_requests` is the
-    most that run at once, the largest cell's if None."""
+    most that run at once, those of the largest cell of the goals or asked for if None."""
 
     name: str
     speculation: Speculation | None
@@ -93,9 +99,9 @@ def scenario(name: str) -> Scenario:
         if topk >= 2 and width >= 2:
             return Scenario(name, tree(width, topk))
     elif name == "chain":
-        return Scenario(name, Speculation(1, 3, 4))
+        return Scenario(name, CHAIN)
     elif name == "chain-few":
-        return Scenario(name, Speculation(1, 3, 4), most_requests=8)
+        return Scenario(name, CHAIN, most_requests=8)
     elif name == "off":
         return Scenario(name, None)
     elif name == "pressure":
@@ -152,11 +158,15 @@ def at(found: Sequence[Cell], chosen: Sequence[tuple[int, int]]) -> list[Cell]:
     Raises:
         ArgumentError: no cell is at any of them.
     """
-    kept = [cell for cell in found if not chosen or (cell.input, cell.concurrency) in chosen]
+    kept = [cell for cell in found if not chosen or cell.place in chosen]
     if not kept:
-        names = (", ".join(f"{a}x{b}" for a, b in each) for each in (chosen, [(cell.input, cell.concurrency) for cell in found]))
-        raise ArgumentError("cell", *names)
+        raise ArgumentError("cell", _names(chosen), _names(cell.place for cell in found))
     return kept
+
+
+def _names(chosen: Iterable[tuple[int, int]]) -> str:
+    """As `places` reads them."""
+    return ", ".join(f"{length}x{count}" for length, count in chosen)
 
 
 def with_answers(found: Iterable[Cell], wanted: Iterable[str]) -> list[Cell]:
@@ -170,10 +180,9 @@ def with_answers(found: Iterable[Cell], wanted: Iterable[str]) -> list[Cell]:
     for text in wanted:
         match = re.fullmatch(r"(\d+)x(\d+)=([1-9]\d*)", text)
         place, tokens = (tuple(map(int, match.groups()[:2])), int(match[3])) if match else (None, 0)
-        if place not in [(cell.input, cell.concurrency) for cell in cells]:
-            names = ", ".join(f"{cell.input}x{cell.concurrency}" for cell in cells)
-            raise ArgumentError("answer", repr(text), f"CELL=TOKENS with one of the cells {names}")
-        cells = [replace(cell, output=tokens) if (cell.input, cell.concurrency) == place else cell for cell in cells]
+        if place not in [cell.place for cell in cells]:
+            raise ArgumentError("answer", repr(text), f"CELL=TOKENS with one of the cells {_names(cell.place for cell in cells)}")
+        cells = [replace(cell, output=tokens) if cell.place == place else cell for cell in cells]
     return cells
 
 
@@ -266,8 +275,7 @@ FROZEN, COLLECTING = "frozen", "collecting"
 
 def is_even(row: Mapping[str, Any]) -> bool:
     """Whether the collector is known to have been alike in both arms. What it costs was not measured."""
-    states = set(row.get("collector", {}).values())
-    return len(states) == 1
+    return len(set(row.get("collector", {}).values())) == 1
 
 
 def engine_key(row: Mapping[str, Any]) -> tuple[Any, ...]:

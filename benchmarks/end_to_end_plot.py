@@ -38,7 +38,8 @@ def draw(results: Mapping[str, Any], out: Path, guessed: Sequence[Mapping[str, A
     Raises:
         SpecverifyError: no matplotlib here, or nothing measured.
     """
-    found = trees(pairs(results)) or pairs(results)
+    every = pairs(results)
+    found = trees(every) or every
     if not found:
         raise SpecverifyError("the file holds no valid measurement", "see what its cells say")
     pyplot = plots.pyplot()

@@ -67,9 +67,14 @@ class Pair:
         return float(self.ours["tokens_per_s"] / self.theirs["tokens_per_s"])
 
     @property
+    def spread(self) -> float:
+        """How far repetitions of one arm lie apart, the wider of both, as a share of their median."""
+        return max(float(self.ours["spread"]), float(self.theirs["spread"]))
+
+    @property
     def noise(self) -> float:
-        """What a ratio of equal engines may be off by: how far repetitions of one arm spread, the wider of both."""
-        return max(float(self.ours["spread"]), float(self.theirs["spread"]), TOLERANCE)
+        """What a ratio of equal engines may be off by."""
+        return max(self.spread, TOLERANCE)
 
     @property
     def name(self) -> str:

@@ -66,11 +66,7 @@ _UNEVEN = (
 def _speeds(pair: Pair) -> list[str]:
     mark = ("" if plan.is_even(pair.row) else " †") + (" \\*" if _is_longer(pair) else "")
     speeds = [f"{arm['tokens_per_s']:.0f}" for arm in (pair.theirs, pair.ours)]
-    return [*speeds, f"{pair.ratio:.2f} ({_spread(pair):.1%}){mark}"]
-
-
-def _spread(pair: Pair) -> float:
-    return float(max(pair.ours["spread"], pair.theirs["spread"]))
+    return [*speeds, f"{pair.ratio:.2f} ({pair.spread:.1%}){mark}"]
 
 
 def _is_longer(pair: Pair) -> bool:
@@ -98,7 +94,7 @@ def others(results: dict[str, Any]) -> list[str]:
     for pair in found:
         scenario, length, requests = pair.place
         cells = [_NAMES.get(scenario, scenario), str(length), str(requests), pair.stock, *_speeds(pair)[:2], f"{pair.ratio:.3f}"]
-        cells += [f"{_spread(pair):.1%}"]
+        cells += [f"{pair.spread:.1%}"]
         cells += [f"{arm['latency_p50_s']:.2f} / {arm['latency_p95_s']:.2f}" for arm in (pair.ours, pair.theirs)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

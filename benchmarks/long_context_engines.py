@@ -25,12 +25,11 @@ import typer
 
 from benchmarks import record, shapes
 from benchmarks.end_to_end import broken_off_after
-from benchmarks.end_to_end_plan import order
+from benchmarks.end_to_end_plan import CHAIN, order
 from benchmarks.engines import Engine, Setup, faults
 from benchmarks.long_context_engines_plan import (
     ARMS,
     BATCHES,
-    CHAIN,
     HOW,
     LENGTHS,
     RESIDENT,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.end_to_end_plan import spread
-from benchmarks.engines import OURS, Round, Setup, Speculation
+from benchmarks.engines import OURS, Round, Setup
 from sglang_specverify.errors import SpecverifyError
 
 #: Arms by name: what `Setup.arm` takes, and the base of the plugin's.
@@ -22,7 +22,6 @@ ARMS: dict[str, tuple[str, str | None]] = {
 }
 #: As many engines as fit beside each other with a pool of 128 k tokens each.
 RESIDENT = 3
-CHAIN = Speculation(topk=1, steps=3, width=4)
 LENGTHS, BATCHES = (131072, 32768), (1, 4)
 #: Tokens at the end of a prompt that are its own.
 TAIL = 8

@@ -2,8 +2,7 @@
 
 A start takes minutes of processors and hardly any of the device, so starts go side by side; a number counts only where nothing
 else runs. All hold one lock file, starts and ends of engines shared and measurements alone, so none begins before the other has
-ended. The system
-takes a lock back from a process that died.
+ended. The system takes a lock back from a process that died.
 """
 
 from __future__ import annotations

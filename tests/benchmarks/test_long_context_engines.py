@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import long_context_engines as engines
 from benchmarks import shapes
+from benchmarks.end_to_end_plan import CHAIN
 from benchmarks.engines import OURS, Round, Setup
 from benchmarks.long_context_engines_plan import (
     ARMS,
-    CHAIN,
     TAIL,
     Answers,
     Cell,

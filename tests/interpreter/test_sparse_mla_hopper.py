@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,41 @@ def test_windows_that_are_no_chain_s(device: str, splits: int, keys: int) -> Non
     call["swa_lens"] = torch.tensor([[100, 97, 69, 1], [96, 7, 0, 99]], dtype=torch.int32, device=device)
     config = replace(SPECIALIZED, keys=keys, num_stages=128 // keys)
     assert rejections(*deepseek_v41_decode(**call, splits=splits, config=config), oracle(call)) == []
+
+
+@pytest.mark.parametrize("heads", [64, 16])
+@pytest.mark.parametrize("lens", [True, False])
+@pytest.mark.parametrize(("splits", "keys"), [(1, 64), (2, 64), (4, 32), (9, 32)])
+def test_windows_that_reach_beyond_their_list(device: str, splits: int, keys: int, lens: bool, heads: int) -> None:
+    """Before its first entry, behind its last one, or both: the entries between are attended once, by whichever part has them."""
+    call = build(Problem(2, 4, heads, 100, 40, shared=True, starts=True, shared_main=True, missing=0.0, seed=12), device)
+    starts = torch.tensor([[99, -7, 37, 100], [2**31 - 1, -(2**31), 68, 1]], dtype=torch.int32, device=device)
+    call["swa_lens"] = torch.tensor([[100, 104, 2**31 - 1, 9], [100, 33, 32, -5]], dtype=torch.int32, device=device)
+    if not lens:
+        del call["swa_lens"]
+    config = replace(SPECIALIZED, keys=keys, num_stages=128 // keys)
+    found = deepseek_v41_decode(**call | {"swa_starts": starts}, splits=splits, config=config)
+    assert rejections(*found, oracle(call | {"swa_starts": starts.clamp_min(0)})) == []
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("splits", "keys", "tiles"), [(1, 64, 3), (3, 64, 1), (1, 32, 6), (2, 32, 3), (6, 32, 1)])
+def test_tiles_of_a_row_begin_where_its_window_does(splits: int, keys: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 keys of a shared list are two tiles of 64 wherever they begin; those and one of a main list are divided evenly."""
+    handed: Counter[tuple[int, int, int]] = Counter()
+
+    def arrive(self: Any, place: Any, **how: Any) -> None:
+        handed[self.place] += place.memory.name == "k_full"
+        original(self, place, **how)
+
+    original = sparse_mla_gluon.SparseProgram.arrive
+    monkeypatch.setattr(sparse_mla_gluon.SparseProgram, "arrive", arrive)
+    call = build(Problem(1, 4, 64, 131, 64, shared=True, starts=True, shared_main=True, lens=False, seed=13), "cpu")
+    # The last row's length is cut to what the list has.
+    call["swa_lens"][0, 3] = 200
+    config = replace(SPECIALIZED, keys=keys, num_stages=128 // keys)
+    assert rejections(*deepseek_v41_decode(**call, splits=splits, config=config), oracle(call)) == []
+    assert handed == {(part, row, 0): tiles for part in range(splits) for row in range(4)}
 
 
 @pytest.mark.parametrize("scale", [-0.06, 0.0])

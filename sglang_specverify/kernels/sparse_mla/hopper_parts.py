@@ -15,11 +15,11 @@ ROWS, HALF = gl.constexpr(64), gl.constexpr(256)
 
 @gluon.jit
 def part_of(
-    swa_width, main_width, splits, TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr
+    window, main_width, splits, TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr
 ):
-    """(first tile of this program's part, behind its last, tiles of the window's list), whatever lengths say."""
+    """(first tile of this program's part, behind its last, tiles of the `window` entries), whatever else lengths say."""
     part = gl.program_id(0)
-    swa_tiles = (swa_width + KEYS - 1) // KEYS
+    swa_tiles = (window + KEYS - 1) // KEYS
     tiles = swa_tiles
     if HAS_MAIN:
         list_tiles = (main_width + KEYS - 1) // KEYS
@@ -32,17 +32,33 @@ def window_range(
     swa_starts, swa_lens, token, queries, swa_width, swa_len_batch, swa_len_row, swa_start_batch, swa_start_row,
     HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
 ):  # fmt: skip
-    """(first, behind the last) entry of its window list that query row `token` reads."""
+    """(first, behind the last) entry of its window list that query row `token` reads, both within it."""
     batch = gl.program_id(2).to(gl.int64)
     here = token < queries
     first = 0
     if HAS_STARTS:
-        first = gl.maximum(gl.load(swa_starts + batch * swa_start_batch + token * swa_start_row, mask=here, other=0), 0)
+        first = gl.load(swa_starts + batch * swa_start_batch + token * swa_start_row, mask=here, other=0)
+        first = gl.minimum(gl.maximum(first, 0), swa_width)
     behind = swa_width
     if HAS_SWA_LENS:
         length = gl.load(swa_lens + batch * swa_len_batch + token * swa_len_row, mask=here, other=0)
-        behind = first + gl.minimum(gl.maximum(length, 0), swa_width)
+        behind = first + gl.minimum(gl.maximum(length, 0), swa_width - first)
     return first, behind
+
+
+@gluon.jit
+def tiled(begin, end, swa_width, TOKENS: gl.constexpr, HAS_STARTS: gl.constexpr):
+    """(entry of the window's list with which its first tile begins, how many entries from there on parts are divided over).
+
+    Those of the whole list, but of a row with tiles and a start of its own those that it reads, from `begin` to `end`: it takes
+    as few tiles wherever it begins, and no part is of tiles that it does not read.
+    """
+    origin = 0
+    window = swa_width
+    if TOKENS == 1 and HAS_STARTS:
+        origin = begin
+        window = end - begin
+    return origin, window
 
 
 @gluon.jit
@@ -63,20 +79,25 @@ def keys_of(
     TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     HAS_MAIN_LENS: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """(first window tile, how many, first main tile, how many) of this program, lengths heeded; at least one tile."""
-    token = gl.program_id(1) // head_blocks * TOKENS
-    begin, end, swa_tiles = part_of(swa_width, main_width, splits, TOKENS, SHARED_MAIN, HAS_MAIN, KEYS)
+    """(first window tile, how many, first main tile, how many) of this program, lengths heeded; at least one tile.
 
-    longest = swa_width
-    if HAS_SWA_LENS:
-        longest = 0
-        for t in gl.static_range(TOKENS):
-            _, behind = window_range(
-                swa_starts, swa_lens, token + t, queries, swa_width,
-                swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
-            )  # fmt: skip
-            longest = gl.maximum(longest, gl.minimum(behind, swa_width))
-    swa_count = gl.maximum(gl.minimum(gl.minimum(end, swa_tiles), (longest + KEYS - 1) // KEYS) - begin, 0)
+    Window tiles are counted from the entry that `tiled` names.
+    """
+    token = gl.program_id(1) // head_blocks * TOKENS
+    first, longest = window_range(
+        swa_starts, swa_lens, token, queries, swa_width,
+        swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
+    )  # fmt: skip
+    origin, window = tiled(first, longest, swa_width, TOKENS, HAS_STARTS)
+    begin, end, swa_tiles = part_of(window, main_width, splits, TOKENS, SHARED_MAIN, HAS_MAIN, KEYS)
+
+    for t in gl.static_range(1, TOKENS):
+        _, behind = window_range(
+            swa_starts, swa_lens, token + t, queries, swa_width,
+            swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
+        )  # fmt: skip
+        longest = gl.maximum(longest, behind)
+    swa_count = gl.maximum(gl.minimum(gl.minimum(end, swa_tiles), (longest - origin + KEYS - 1) // KEYS) - begin, 0)
 
     main_begin = gl.maximum(begin - swa_tiles, 0)
     main_end = gl.maximum(end - swa_tiles, 0)

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, barrier, keys_of, main_limit, part_of, window_range
+from sglang_specverify.kernels.sparse_mla.hopper_parts import HALF, barrier, keys_of, main_limit, part_of, tiled, window_range
 from sglang_specverify.kernels.sparse_mla.hopper_rows import main_bytes, main_words, window_bytes, window_words
 
 
@@ -34,9 +34,9 @@ def _window_slots(
     swa_start_batch, swa_start_row, TOKENS: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SWA_LENS: gl.constexpr,
     KEYS: gl.constexpr,
 ):  # fmt: skip
-    """int32: `slot`, which entries n of window tile `tile` name, but -1 for an entry that no row reads.
+    """int32: `slot`, which the entries of window tile `tile` name, but -1 for an entry that no row reads.
 
-    A single row reads the entries from `begin` to `end`.
+    Tile 0 has the entries n. A single row reads the entries from `begin` to `end`.
     """
     at = tile * KEYS + n
     if TOKENS == 1:
@@ -102,10 +102,16 @@ def produce(
     swa_list = swa_indices + batch * swa_index_batch
     if not SHARED_SWA:
         swa_list += token.to(gl.int64) * swa_index_row
-    n = gl.arange(0, KEYS, row_8)
     # The part's first entries are asked for before lengths are known that may cut it short; a part without keys attends a tile
-    # behind the list, where none of them counts.
-    part_first, _, _ = part_of(swa_width, main_width, splits, TOKENS, SHARED_MAIN, HAS_MAIN, KEYS)
+    # behind the list, where none of them counts. Only where a row's tiles begin with what it reads, its start and length are
+    # waited for; neither load waits for the other.
+    begin, end = window_range(
+        swa_starts, swa_lens, token, queries, swa_width,
+        swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
+    )  # fmt: skip
+    origin, window = tiled(begin, end, swa_width, TOKENS, HAS_STARTS)
+    n = origin + gl.arange(0, KEYS, row_8)
+    part_first, _, _ = part_of(window, main_width, splits, TOKENS, SHARED_MAIN, HAS_MAIN, KEYS)
     at = part_first * KEYS + n
     slot = gl.load(swa_list + at, mask=at < swa_width, other=-1)
     following = gl.load(swa_list + KEYS + at, mask=at + KEYS < swa_width, other=-1)
@@ -113,10 +119,6 @@ def produce(
         swa_starts, swa_lens, main_lens, queries, swa_width, main_width,
         swa_len_batch, swa_len_row, main_len_batch, main_len_row, swa_start_batch, swa_start_row, head_blocks, splits,
         TOKENS, SHARED_MAIN, HAS_STARTS, HAS_SWA_LENS, HAS_MAIN_LENS, HAS_MAIN, KEYS,
-    )  # fmt: skip
-    begin, end = window_range(
-        swa_starts, swa_lens, token, queries, swa_width,
-        swa_len_batch, swa_len_row, swa_start_batch, swa_start_row, HAS_STARTS, HAS_SWA_LENS,
     )  # fmt: skip
     # Slots come two tiles ahead; bytes of the left half one tile ahead, when the registers of the one before are free, those of
     # the right half at the start of their tile.

@@ -196,11 +196,15 @@ def measure(
             continue
         calls[name] = call
     if device.type == "cuda":
-        for state, layers in (("warm", 1), ("cold", made.layers)):
-            if layers > 1 or state == "cold":
-                _time(row, builders, calls, state, layers)
+        for state, layers in states(made.layers).items():
+            _time(row, builders, calls, state, layers)
         torch.cuda.synchronize()
     return row
+
+
+def states(layers: int) -> dict[str, int]:
+    """Over how many layers a point is timed, by the state of the cache. One layer that is larger than the cache has no warm state."""
+    return {"cold": layers} if layers == 1 else {"warm": 1, "cold": layers}
 
 
 def _time(row: dict[str, Any], builders: dict[str, Any], calls: dict[str, Call], state: str, layers: int) -> None:

@@ -1,9 +1,10 @@
-"""Launches that are timed beside the tables' own."""
+"""What is timed: launches beside the tables' own, and states of the cache."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks.latency import states
 from benchmarks.latency_arms import changes_of
 from sglang_specverify.errors import ArgumentError
 
@@ -16,3 +17,8 @@ def test_a_launch_by_its_fields() -> None:
 def test_what_is_no_number_of_a_launch(text: str) -> None:
     with pytest.raises(ArgumentError, match="block_n"):
         changes_of(text)
+
+
+def test_a_point_is_timed_in_both_states_of_the_cache() -> None:
+    assert states(4) == {"warm": 1, "cold": 4}
+    assert states(1) == {"cold": 1}

@@ -28,13 +28,13 @@ def lines(results: dict[str, Any], topk: int) -> dict[str, Line]:
 
 def achieved(results: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """(FLOPs of a byte, TFLOP/s) of this project's kernel by kind of point, cold: of bytes and FLOPs that a call needs."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for row in results["points"]:
         if (time := us(row, OURS, "cold")) is not None:
             point = Point(**row["point"])
-            kind = f"H {point.heads}, Sq {point.queries}"
-            found.setdefault(kind, []).append((row["flops"] / row["bytes"], row["flops"] / time / 1e6))
-    return found
+            at = row["flops"] / row["bytes"], row["flops"] / time / 1e6
+            found.setdefault((point.heads, point.queries), []).append(at)
+    return {f"H {heads}, Sq {queries}": at for (heads, queries), at in sorted(found.items())}
 
 
 def draw(results: dict[str, Any], out: Path) -> None:

@@ -113,7 +113,8 @@ def serve_phase(run: Run, chosen: plan.Scenario, stock: str, engines: dict[str, 
         row = run.row(chosen, stock, cell)
         try:
             row["arms"] = measure(run, engines, cell)
-            row["collector"] = {arm: plan.FROZEN if engine.frozen else plan.COLLECTING for arm, engine in engines.items()}
+            # Where it could not be, `Engine.ready` raised.
+            row["collector"] = dict.fromkeys(engines, plan.FROZEN)
             row["faults"] = check(run, chosen, stock, engines)
             run.say(line(row))
             for text in row["faults"]:

@@ -269,8 +269,9 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("shape", "scenario", "stock", "input", "concurrency"))
 
 
-#: Whether Python's collector leaves alone what an engine had at its start, by arm in a row's "collector"; older rows do not say.
-FROZEN, COLLECTING = "frozen", "collecting"
+#: Python's collector leaves alone what an engine had at its start, by arm in a row's "collector". Older rows have "collecting"
+#: where it does not, or do not say.
+FROZEN = "frozen"
 
 
 def is_even(row: Mapping[str, Any]) -> bool:

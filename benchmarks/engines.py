@@ -183,7 +183,6 @@ class Engine:
     def __init__(self, setup: Setup, log: Path | None = None) -> None:
         self.setup = setup
         self.start_seconds: float | None = None
-        self.frozen = False
         hardware = detect()
         self.server = Server(
             setup.arguments(gpu=hardware.has_gpu),
@@ -217,7 +216,6 @@ class Engine:
         # SGLang asks itself for this at the end of its start, so that Python's collector leaves alone what is there for good, and
         # only logs where its own server does not listen yet. Without warm-up requests that is a race, which either arm may lose.
         self.server.post("/freeze_gc", timeout=60.0)
-        self.frozen = True
         return self
 
     @property

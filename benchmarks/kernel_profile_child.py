@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gate, inputs, kernel_profile_sparse, timing
+from benchmarks import gate, inputs, kernel_profile_sparse, sparse_mla_measure, timing
 from benchmarks.arms import OURS, Arm, selected, variant
 from benchmarks.measure import why
 from benchmarks.points import Point
@@ -86,11 +86,8 @@ def profiled(call: Callable[[int], Any], device: torch.device) -> None:
 def main() -> None:
     path, report, device = sys.argv[1:]
     job = json.loads(Path(path).read_text())
-    if device == "cpu" and job.get("of") == "sparse":
-        # Triton's interpreter computes with no bf16 until it is repaired.
-        from tests.interpreter import repair
-
-        repair.apply()
+    if job.get("of") == "sparse":
+        sparse_mla_measure.repair_interpreter(torch.device(device))
     found = run(job, torch.device(device))
     if found is not None:
         Path(report).write_text(json.dumps(found))

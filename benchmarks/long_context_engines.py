@@ -46,9 +46,9 @@ from benchmarks.long_context_engines_plan import (
     unserved,
     verdicts,
 )
-from benchmarks.turns import Turns
+from benchmarks.turns import NoTurn, Turns
 from sglang_specverify.demo import processes
-from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.errors import SpecverifyError, show_without_traceback
 
 #: Seconds to ask engines what ran, stop them and write.
 RESERVE = 10.0
@@ -102,7 +102,11 @@ class Run:
 
 
 def serve_phase(run: Run, names: Sequence[str]) -> None:
-    """Start the engines of a phase, extend each by the shared prefix, and measure all cells."""
+    """Start the engines of a phase, extend each by the shared prefix, and measure all cells.
+
+    Raises:
+        NoTurn: other calls held the device until the time was used up.
+    """
     with contextlib.ExitStack() as stack:
         with run.turns.shared(max(run.left() - RESERVE, 0.0)):
             started = {name: stack.enter_context(run.engine(name)).start() for name in names}
@@ -262,7 +266,10 @@ def main(
             for names in phases(arms, resident):
                 todo = [name for name in names if run.missing(name)]
                 if todo and run.left() > RESERVE:
-                    serve_phase(run, todo)
+                    try:
+                        serve_phase(run, todo)
+                    except NoTurn as late:
+                        run.say(f"{', '.join(todo)}: {late}; --resume goes on here")
     for text in verdicts(list(run.rows.values())):
         print(text, flush=True)
     bad = [name for name, found in run.engines.items() if "error" in found or found.get("faults")]
@@ -272,4 +279,5 @@ def main(
 
 
 if __name__ == "__main__":
+    show_without_traceback()
     typer.run(main)

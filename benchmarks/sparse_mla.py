@@ -65,11 +65,7 @@ def main(
         results = load(resume)
     results["peers"] = peers
     where = torch.device(device)
-    if device == "cpu":
-        # Triton's interpreter computes with no bf16 until it is repaired.
-        from tests.interpreter import repair
-
-        repair.apply()
+    measuring.repair_interpreter(where)
     chosen = list(points.tiny()) if dry_run else select(only or list(Selection), quick)
     pool = make_pool(where, TINY_MAIN, TINY_SWA) if dry_run else make_pool(where)
     ceilings = None if dry_run else timing.ceilings(where)

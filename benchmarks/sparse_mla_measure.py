@@ -22,6 +22,15 @@ SAMPLES = 24
 FLUSH_BYTES = 256 << 20
 
 
+def repair_interpreter(device: torch.device) -> None:
+    """On a CPU, before any arm runs: Triton's interpreter computes with no bf16 until it is repaired."""
+    if device.type == "cpu":
+        # Not imported elsewhere: in one process the interpreter and the compiler exclude each other.
+        from tests.interpreter import repair
+
+        repair.apply()
+
+
 def measure(point: Point, arms: Sequence[Arm], ceilings: timing.Ceilings | None, pool: Pool) -> dict[str, Any]:
     """A row of results, in the form of `benchmarks.measure`. Without ceilings nothing is timed."""
     made = inputs_over(pool, point)

@@ -206,7 +206,7 @@ class FakeEngine:
 
     def __init__(self, arm: str, seconds: float, asked: list[str], *, fails_at: int | None = None) -> None:
         self.setup, self._seconds, self._asked, self._fails_at = replace(SETUP, arm=arm), seconds, asked, fails_at
-        self.alive, self.start_seconds, self.frozen = True, 1.0, arm == OURS
+        self.alive, self.start_seconds = True, 1.0
 
     def generate(self, prompts: list[list[int]], new_tokens: int, seconds: float) -> Round:
         assert seconds > 0
@@ -245,8 +245,22 @@ def test_an_engine_is_frozen_once_it_answers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine.server, "poll", lambda: next(answers))
     monkeypatch.setattr(engine.server, "started_at", time.monotonic())
     monkeypatch.setattr(engine.server, "post", lambda path, timeout: asked.append(path))
-    assert not engine.frozen
-    assert engine.ready(60.0).frozen and asked == ["/freeze_gc"]
+    engine.ready(60.0)
+    assert asked == ["/freeze_gc"]
+
+
+def test_an_engine_that_cannot_freeze_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows say that every engine was frozen, because no other is measured."""
+
+    def refuse(path: str, timeout: float) -> None:
+        raise SpecverifyError(f"{path} was refused", "read its log")
+
+    engine = Engine(SETUP)
+    monkeypatch.setattr(engine.server, "poll", lambda: True)
+    monkeypatch.setattr(engine.server, "started_at", time.monotonic())
+    monkeypatch.setattr(engine.server, "post", refuse)
+    with pytest.raises(SpecverifyError, match="/freeze_gc was refused"):
+        engine.ready(60.0)
 
 
 def test_a_phase_measures_all_cells_and_writes_them(tmp_path: Path) -> None:
@@ -257,7 +271,7 @@ def test_a_phase_measures_all_cells_and_writes_them(tmp_path: Path) -> None:
     written = json.loads(run.out.read_text())
     assert [cell["input"] for cell in written["cells"]] == [128, 8]
     assert all(plan.counts(cell) for cell in written["cells"])
-    assert written["cells"][0]["collector"] == {"fa3": "collecting", OURS: "frozen"} and not plan.is_even(written["cells"][0])
+    assert written["cells"][0]["collector"] == {"fa3": "frozen", OURS: "frozen"} and plan.is_even(written["cells"][0])
     assert {row["arm"]: row["specverify"] is None for row in written["engines"]} == {"fa3": True, OURS: False}
     assert run.open_cells(CHOSEN, "fa3", CELLS) == []
     assert run.open_cells(CHOSEN, "triton", CELLS) == CELLS

@@ -68,6 +68,19 @@ def test_a_dry_run_of_sparse_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "| specverify: kernel_0 2.2 + kernel_1 16.8 | " in line and " | 19.0 | " in line
 
 
+@pytest.mark.parametrize(("of", "device", "repairs"), [("sparse", "cpu", 1), ("sparse", "cuda", 0), ("dense", "cpu", 0)])
+def test_the_interpreter_is_repaired_before_a_sparse_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, device: str, repairs: int
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("tests.interpreter.repair.apply", lambda: done.append("repaired"))
+    monkeypatch.setattr(kernel_profile_child, "run", lambda job, where: done.append(job["do"]))
+    (tmp_path / "job.json").write_text(json.dumps({"do": "check", "of": of}))
+    monkeypatch.setattr("sys.argv", ["child", str(tmp_path / "job.json"), str(tmp_path / "report.json"), device])
+    kernel_profile_child.main()
+    assert done == [*["repaired"] * repairs, "check"]
+
+
 def test_a_floor_is_the_longer_of_bytes_and_flops() -> None:
     ceilings = {"copy_tb_per_s": 4.0, "matmul_tflops": 800.0}
     for row, floor in (({"bytes": 8e6, "flops": 8e8}, (2.0, "bytes")), ({"bytes": 8e6, "flops": 8e9}, (10.0, "FLOPs"))):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from benchmarks import long_context_engines as engines
 from benchmarks import shapes
@@ -25,6 +29,7 @@ from benchmarks.long_context_engines_plan import (
     unserved,
     verdicts,
 )
+from benchmarks.turns import NoTurn, Turns
 from sglang_specverify.errors import SpecverifyError
 
 
@@ -153,3 +158,66 @@ def test_what_is_measured_is_not_measured_again(run: engines.Run) -> None:
     both: dict[str, Any] = {name: FakeEngine(name, again) for name in ("a", "b")}
     engines.measure(run, run.cells[0], both)
     assert set(again) == {"b"} and set(run.row(run.cells[0])["arms"]) == {"a", "b"}
+
+
+class Served(FakeEngine):
+    """A fake engine from its start to its end; written down are those that were started and not stopped."""
+
+    def __init__(self, name: str, running: list[str]) -> None:
+        super().__init__(name, [])
+        self.running, self.start_seconds = running, 1.0
+
+    def start(self) -> Served:
+        self.running.append(self.name)
+        return self
+
+    def ready(self, seconds: float) -> Served:
+        return self
+
+    def stats(self, seconds: float) -> dict[str, Any]:
+        return {"pool_tokens": None, "specverify": None}
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.running.remove(self.name)
+
+
+@pytest.mark.parametrize("kind", ["shared", "alone"])
+def test_a_turn_that_does_not_come_leaves_its_cells_for_resume(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other calls hold the device when the second of two phases starts its engine, or when it has started it."""
+    taken: list[str] = []
+
+    def late(name: str, turn: Callable[[Turns, float], contextlib.AbstractContextManager[None]]) -> Any:
+        def taking(turns: Turns, seconds: float) -> contextlib.AbstractContextManager[None]:
+            taken.append(name)
+            if name == kind and taken.count(name) == 2:
+                raise NoTurn("no turn on lock in 40 s", "let what holds it end")
+            return turn(turns, seconds)
+
+        return taking
+
+    for name in ("shared", "alone"):
+        monkeypatch.setattr(Turns, name, late(name, getattr(Turns, name)))
+    running: list[str] = []
+    monkeypatch.setattr(engines.Run, "engine", lambda self, name: Served(name, running))
+    app = typer.Typer()
+    app.command()(engines.main)
+    out = tmp_path / "out.json"
+    options = ["--dry-run", "--resident", "1", "--arm", "fa3", "--arm", "triton", "--minutes", "5", "--out", str(out)]
+    result = CliRunner().invoke(app, options)
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 1, result.output
+    assert "triton: no turn on lock in 40 s" in result.output and "--resume goes on here" in result.output
+    assert "0 engines failed, 1 arms have cells left" in result.output
+    assert running == []
+    cells = json.loads(out.read_text())["cells"]
+    assert len(cells) == 2 and all("tokens_per_s" in cell["arms"]["fa3"] and "triton" not in cell["arms"] for cell in cells)
+    # The turn comes in another call, which measures what is left.
+    again = CliRunner().invoke(app, [*options, "--resume", str(out)])
+    assert again.exit_code == 0 and "0 arms have cells left" in again.output, again.output
+    rest = json.loads(out.read_text())["cells"]
+    assert [cell["arms"]["fa3"] for cell in rest] == [cell["arms"]["fa3"] for cell in cells]
+    assert all("tokens_per_s" in cell["arms"]["triton"] for cell in rest)

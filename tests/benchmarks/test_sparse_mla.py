@@ -205,12 +205,14 @@ def test_rows_without_an_arm_of_this_run_are_measured_again(
 
     monkeypatch.setattr(sparse_mla.measuring, "measure", measure)
     monkeypatch.setattr(sparse_mla, "make_pool", lambda *_: None)
-    monkeypatch.setattr("tests.interpreter.repair.apply", lambda: None)
+    repaired: list[str] = []
+    monkeypatch.setattr("tests.interpreter.repair.apply", lambda: repaired.append("bf16"))
     app = typer.Typer()
     app.command()(sparse_mla.main)
     options = ["--dry-run", "--device", "cpu", "--resume", str(path), "--out", str(path), "--skip", "pytorch"]
     result = CliRunner().invoke(app, [*options, *["--new-arms"] * new_arms])
     assert result.exit_code == 0, result.output
+    assert repaired == ["bf16"]
     assert taken == ([second, third, failing] if new_arms else [third])
     found = {row["name"]: row for row in json.loads(path.read_text())["points"]}
     assert len(found) == 4 and ("rows apart" in found[second.name]["arms"]) == new_arms

@@ -7,7 +7,8 @@
 where `git show COMMIT:sglang_specverify/kernels/fused_kernel.py > before.py` makes the last file, a kernel to be timed as well.
 
 Needs a GPU and no SGLang; FlashAttention 3 is an arm where it can be imported. Every arm is held to FP64 before it is timed, and
-all arms of a point are timed in turn (`benchmarks.timing`), on one layer ("warm", in the L2 cache) and over many ("cold").
+all arms of a point are timed in turn (`benchmarks.timing`), on one layer ("warm", in the L2 cache) and over many ("cold"), and
+where one layer is larger than the cache on that alone ("cold").
 Kernels compile before that, in several processes. What is cut off at the end of the time is cut off for all arms.
 
 Ablations are plans that were tampered with, so that programs leave out a part of their work: their outputs are wrong, and only

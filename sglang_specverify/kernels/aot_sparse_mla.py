@@ -27,6 +27,7 @@ _CALLS: tuple[Call, ...] = (
     (256, 1, 64, 512, "swa_mxfp8", False, False, "interleaved"),
     (256, 1, 128, 0, "swa_fp8", False, False, "block_split"),
     (256, 4, 16, 512, "swa_mxfp8", True, False, "block_split"),
+    (256, 4, 64, 512, "swa_mxfp8", True, True, "block_split"),
     (2, 6, 8, 512, "swa_fp8", True, True, "interleaved"),
     (256, 1, 32, 128, "swa_fp8", False, False, "block_split"),
 )
@@ -45,7 +46,7 @@ def sparse_mla(arch: str, *, short: bool = False) -> Iterator[tuple[str, Launch,
     for call in calls:
         yield from launches_of(arch, call, "exact")
     if arch in CONTRACTS["e4m3"]:
-        one = {"sm_100": _CALLS[:1], "sm_103": _CALLS[3:4], "sm_107": _CALLS[4:5]}
+        one = {"sm_100": _CALLS[:1], "sm_103": _CALLS[3:4], "sm_107": _CALLS[5:6]}
         for call in one[arch] if short else _CALLS:
             yield from launches_of(arch, call, "e4m3")
 

@@ -62,12 +62,16 @@ def test_equals_the_oracle(device: str, p: Problem, splits: int, keys: int, stag
     assert rejections(out, lse, oracle(call)) == []
 
 
+@pytest.mark.parametrize(("heads", "shared_main"), [(64, True), (64, False), (16, True), (16, False)])
 @pytest.mark.parametrize(("splits", "keys"), [(1, 64), (4, 32), (9, 32)])
-def test_windows_that_are_no_chain_s(device: str, splits: int, keys: int) -> None:
-    """Windows begin anywhere and may be longer than a chain's: no entry is read twice or not at all, however keys are divided."""
-    call = build(Problem(2, 4, 64, 100, 40, shared=True, starts=True, shared_main=True, seed=11), device)
-    call["swa_starts"] = torch.tensor([[0, 3, 31, 99], [5, 100, 64, 1]], dtype=torch.int32, device=device)
-    call["swa_lens"] = torch.tensor([[100, 97, 69, 1], [96, 7, 0, 99]], dtype=torch.int32, device=device)
+def test_windows_that_are_no_chain_s(device: str, splits: int, keys: int, heads: int, shared_main: bool) -> None:
+    """Windows begin anywhere and may be longer than a chain's: no entry is read twice or not at all, however keys are divided.
+
+    With 16 heads four rows share tiles: a later one reads further than the first.
+    """
+    call = build(Problem(2, 4, heads, 100, 40, shared=True, starts=True, shared_main=shared_main, seed=11), device)
+    call["swa_starts"] = torch.tensor([[0, 3, 31, 1], [5, 100, 64, 1]], dtype=torch.int32, device=device)
+    call["swa_lens"] = torch.tensor([[5, 97, 69, 99], [31, 7, 0, 99]], dtype=torch.int32, device=device)
     config = replace(SPECIALIZED, keys=keys, num_stages=128 // keys)
     assert rejections(*deepseek_v41_decode(**call, splits=splits, config=config), oracle(call)) == []
 
@@ -79,7 +83,7 @@ def test_windows_that_reach_beyond_their_list(device: str, splits: int, keys: in
     """Before its first entry, behind its last one, or both: the entries between are attended once, by whichever part has them."""
     call = build(Problem(2, 4, heads, 100, 40, shared=True, starts=True, shared_main=True, missing=0.0, seed=12), device)
     starts = torch.tensor([[99, -7, 37, 100], [2**31 - 1, -(2**31), 68, 1]], dtype=torch.int32, device=device)
-    call["swa_lens"] = torch.tensor([[100, 104, 2**31 - 1, 9], [100, 33, 32, -5]], dtype=torch.int32, device=device)
+    call["swa_lens"] = torch.tensor([[100, 104, 2**31 - 1, 9], [100, 33, -(2**31), -5]], dtype=torch.int32, device=device)
     if not lens:
         del call["swa_lens"]
     config = replace(SPECIALIZED, keys=keys, num_stages=128 // keys)

@@ -17,7 +17,7 @@ ROWS, HALF = gl.constexpr(64), gl.constexpr(256)
 def part_of(
     window, main_width, splits, TOKENS: gl.constexpr, SHARED_MAIN: gl.constexpr, HAS_MAIN: gl.constexpr, KEYS: gl.constexpr
 ):
-    """(first tile of this program's part, behind its last, tiles of the `window` entries), whatever else lengths say."""
+    """(first tile of this program's part, behind its last, tiles of the `window` entries), lengths of main lists not heeded."""
     part = gl.program_id(0)
     swa_tiles = (window + KEYS - 1) // KEYS
     tiles = swa_tiles
@@ -50,8 +50,8 @@ def window_range(
 def tiled(begin, end, swa_width, TOKENS: gl.constexpr, HAS_STARTS: gl.constexpr):
     """(entry of the window's list with which its first tile begins, how many entries from there on parts are divided over).
 
-    Those of the whole list, but of a row with tiles and a start of its own those that it reads, from `begin` to `end`: it takes
-    as few tiles wherever it begins, and no part is of tiles that it does not read.
+    Those of the whole list, whatever lengths say; but of a row with tiles and a start of its own those that it reads, from
+    `begin` to `end`: it takes as few tiles wherever it begins, and no part is given window tiles that it does not read.
     """
     origin = 0
     window = swa_width

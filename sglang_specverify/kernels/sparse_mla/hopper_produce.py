@@ -103,7 +103,7 @@ def produce(
     if not SHARED_SWA:
         swa_list += token.to(gl.int64) * swa_index_row
     # The part's first entries are asked for before lengths are known that may cut it short; a part without keys attends a tile
-    # behind the list, where none of them counts. Only where a row's tiles begin with what it reads, its start and length are
+    # behind what is read, where no entry counts. Only where a row's tiles begin with what it reads, its start and length are
     # waited for; neither load waits for the other.
     begin, end = window_range(
         swa_starts, swa_lens, token, queries, swa_width,

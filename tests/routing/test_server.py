@@ -207,6 +207,17 @@ def test_files_of_adaptive_steps_that_are_none(text: str, tmp_path: Path) -> Non
         facts(f"--speculative-algorithm EAGLE --speculative-adaptive --speculative-adaptive-config {path}")
 
 
+@pytest.mark.parametrize("architecture", ["Step3p5ForCausalLM", "MiMoV2ForCausalLM"])
+def test_targets_with_several_draft_layers_are_not_adaptive(architecture: str) -> None:
+    """SGLang gives them several layers for EAGLE as it is written, not for NEXTN, which becomes EAGLE later."""
+    config = {**QWEN3_8B, "architectures": [architecture]}
+    line = "--speculative-adaptive --speculative-num-steps 5 --speculative-algorithm"
+    found = facts(f"{line} NEXTN", config)
+    assert (found.topk, found.num_steps, found.num_draft_tokens) == (1, 5, 6)
+    with pytest.raises(SpecverifyError, match="came without --speculative-eagle-topk"):
+        facts(f"{line} EAGLE", config)
+
+
 def test_requests_that_sglang_limits_itself() -> None:
     assert facts("").requests == facts("--speculative-algorithm UNO").requests == 0
     assert facts("--speculative-algorithm EAGLE").requests == facts("--speculative-algorithm ngram").requests == 48

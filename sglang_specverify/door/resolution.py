@@ -94,11 +94,10 @@ def _check_launch(server_args: Any) -> None:
 
 
 def check_plugin_filter(value: str) -> None:
-    """`SGLANG_PLUGINS` is SGLang's white list; child processes inherit it."""
-    names = {name.strip() for name in value.split(",") if name.strip()}
-    if names and PLUGIN not in names:
+    """`SGLANG_PLUGINS` is SGLang's white list; child processes inherit it. One of blanks or commas alone lets nobody in."""
+    if value and PLUGIN not in {name.strip() for name in value.split(",")}:
         raise SpecverifyError(
-            f"SGLANG_PLUGINS={value} leaves the plugin {PLUGIN} out, so no scheduler process would load it",
+            f"SGLANG_PLUGINS={value if value.strip() else repr(value)} leaves the plugin {PLUGIN} out, so no scheduler process would load it",
             f"add {PLUGIN} to SGLANG_PLUGINS, or unset it",
         )
 

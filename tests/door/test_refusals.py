@@ -189,12 +189,29 @@ def test_refusal(case: str, models: dict[str, Path], monkeypatch: pytest.MonkeyP
         assert said.value.remedy == raised.value.remedy
 
 
-@pytest.mark.usefixtures("door")
-@pytest.mark.parametrize("value", ["", " ", "specverify", "other, specverify"])
-def test_plugin_filters_that_keep_the_plugin(value: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["", "specverify", "other, specverify", ",specverify,", " ", ",", " , ", "other", "specverify2"])
+@pytest.mark.usefixtures("unregistered")
+def test_plugin_filters_are_read_as_sglang_reads_them(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own loader, asked which of the installed plugins it lets in."""
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
+
     monkeypatch.setenv("SGLANG_PLUGINS", value)
-    check_plugin_filter(value)
-    assert resolve("SM90", arguments("SM90", models, "qwen3", PLUGIN))[1].attention_backend == "fa3"
+    if "specverify" in load_plugins_by_group(GENERAL_PLUGINS_GROUP):
+        assert not value or "specverify" in value.replace(" ", "").split(",")
+        check_plugin_filter(value)
+    else:
+        assert value.strip(" ,") in ("", "other", "specverify2") and value
+        with pytest.raises(SpecverifyError, match="leaves the plugin specverify out") as raised:
+            check_plugin_filter(value)
+        assert raised.value.remedy == "add specverify to SGLANG_PLUGINS, or unset it"
+
+
+@pytest.mark.usefixtures("door")
+@pytest.mark.parametrize("value", [" ", ","])
+def test_a_plugin_filter_without_a_name_is_refused(value: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", value)
+    with pytest.raises(SpecverifyError, match="leaves the plugin specverify out"):
+        resolve("SM90", arguments("SM90", models, "qwen3", PLUGIN))
 
 
 @pytest.mark.usefixtures("door")

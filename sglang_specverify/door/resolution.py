@@ -167,16 +167,21 @@ def _tree_to_come(server_args: Any, view: Any) -> dict[str, int]:
     if algorithm == "NGRAM":
         return {"speculative_eagle_topk": int(view.speculative_ngram_max_bfs_breadth)}
     given = view.speculative_eagle_topk is not None or view.speculative_num_steps is not None
-    if algorithm not in _CHOOSES_TREE or given or view.speculative_adaptive:
+    if algorithm not in _CHOOSES_TREE or given:
         return {}
-    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.arg_groups.overrides import ResolvedView, model_config_of
     from sglang.srt.arg_groups.speculative_hook import _auto_choose_speculative_params
+    from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
+    # Both ask for the algorithm by the name that it will have in that step.
+    named = ResolvedView(server_args, {"speculative_algorithm": algorithm})
+    if view.speculative_adaptive and adaptive_unsupported_reason(named) is None:
+        return {}
     try:
         architecture = model_config_of(server_args).hf_config.architectures[0]
     except Exception:  # the model is not readable yet, or not at all: SGLang says so in its own step
         return {}
-    steps, topk, tokens = _auto_choose_speculative_params(server_args, architecture)
+    steps, topk, tokens = _auto_choose_speculative_params(named, architecture)
     return {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": tokens}
 
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sglang_specverify import __version__, flags
+from sglang_specverify.door.models import check_models, sparse_kind_of
 from sglang_specverify.door.request import FIELDS, Request, stray_names
 from sglang_specverify.errors import SpecverifyError, show_without_traceback
 from sglang_specverify.hardware import Hardware, from_sglang_platform
@@ -58,6 +59,7 @@ def register_hooks(problem: SpecverifyError | None = None) -> None:
 
     def with_model(server_args: Any, previous: Step) -> None:
         if Request.of(server_args).any:
+            check_models(server_args)
             _declare_tree(server_args, _declare_base(server_args, _model_facts(server_args)))
         previous(server_args)
 
@@ -96,8 +98,9 @@ def _check_launch(server_args: Any) -> None:
 def check_plugin_filter(value: str) -> None:
     """`SGLANG_PLUGINS` is SGLang's white list; child processes inherit it. One of blanks or commas alone lets nobody in."""
     if value and PLUGIN not in {name.strip() for name in value.split(",")}:
+        shown = value if value.strip() else repr(value)
         raise SpecverifyError(
-            f"SGLANG_PLUGINS={value if value.strip() else repr(value)} leaves the plugin {PLUGIN} out, so no scheduler process would load it",
+            f"SGLANG_PLUGINS={shown} leaves the plugin {PLUGIN} out, so no scheduler process would load it",
             f"add {PLUGIN} to SGLANG_PLUGINS, or unset it",
         )
 
@@ -212,6 +215,7 @@ def _model_facts(server_args: Any) -> ModelFacts:
         architectures=tuple(config.hf_config.architectures or ()),
         head_dims=read | {(int(config.head_dim), int(config.v_head_dim))},
         is_mla=config.attention_arch == AttentionArch.MLA,
+        sparse=sparse_kind_of(config.hf_config),
     )
 
 

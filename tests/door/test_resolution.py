@@ -198,7 +198,7 @@ _OTHER_WAYS = [
 def test_trees_that_sglang_chooses_after_all(
     algorithm: str, options: str, topk: int, page_size: int, models: dict[str, Path]
 ) -> None:
-    """On SM100 what is expected of the tree must be what comes: SGLang forces pages of 128 for a chain, and no tree runs on them."""
+    """On SM100 the tree that is expected must be the one that comes: SGLang forces pages of 128 for a chain alone."""
     draft = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {{qwen3}} {options}"
     _, view = resolve("SM100", arguments("SM100", models, "llama-128", f"{PLUGIN} {draft}"))
     assert (view.speculative_eagle_topk, view.page_size, view.attention_backend) == (topk, page_size, "fa4")

@@ -9,11 +9,8 @@ from typing import Any
 
 from sglang_specverify import flags
 from sglang_specverify.door.request import FIELDS, Request, options_of
-from sglang_specverify.routing.facts import algorithm_name
+from sglang_specverify.routing.facts import DRAFT_MODELS, algorithm_name
 from sglang_specverify.routing.model_rules import check_model
-
-#: Algorithms whose draft is a model of its own, or layers of the target's checkpoint.
-_DRAFT_MODELS = ("EAGLE", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP")
 
 
 def sparse_kind_of(config: Any) -> str:
@@ -43,7 +40,7 @@ def check_models(server_args: Any) -> None:
     target = model_config_of(server_args).hf_config
     names = tuple(target.architectures or ())
     check_model(names, sparse_kind_of(target), options_of(server_args, FIELDS[:3]), prefill=request.prefill)
-    if (request.draft_decode or request.draft_extend) and algorithm_name(view.speculative_algorithm) in _DRAFT_MODELS:
+    if (request.draft_decode or request.draft_extend) and algorithm_name(view.speculative_algorithm) in DRAFT_MODELS:
         draft = _draft_config(view, target)
         if draft is not None:
             options = options_of(server_args, FIELDS[3:]) or options_of(server_args, FIELDS)

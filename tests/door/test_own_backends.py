@@ -127,10 +127,12 @@ def test_its_dense_neighbour_is_served(kind: str, write: Callable[[dict[str, Any
 
 def test_minicpm_that_sglang_makes_dense(write: Callable[[dict[str, Any]], Models], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MINICPM_FORCE_DENSE", "1")
-    given = arguments("SM90", write(SPARSE["minicpm"]), "model", f"{PLUGIN} {TREE}")
-    assert resolve("SM90", given)[1].attention_backend == "fa3"
-    explanation = explained("SM90", given, aiter=False)
-    assert explanation.refused == "" and not any(group.facts.unknown for group in explanation.model.groups)
+    models = write(SPARSE["minicpm"])
+    for draft in ("qwen3", "model"):
+        given = arguments("SM90", models, "model", f"{PLUGIN} {TREE.replace('{qwen3}', '{' + draft + '}')}")
+        assert resolve("SM90", given)[1].attention_backend == "fa3"
+        explanation = explained("SM90", given, aiter=False)
+        assert explanation.refused == "" and not any(row.layers.facts.unknown for row in explanation.rows)
 
 
 def test_dsv4_asks_for_no_name(write: Callable[[dict[str, Any]], Models], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def measure(
 
 
 def states(layers: int) -> dict[str, int]:
-    """Over how many layers a point is timed, by the state of the cache. One layer that is larger than the cache has no warm state."""
+    """Over how many layers a point is timed, by state of the cache. One layer that is larger than the cache has no warm one."""
     return {"cold": layers} if layers == 1 else {"warm": 1, "cold": layers}
 
 

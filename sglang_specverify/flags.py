@@ -118,6 +118,7 @@ UPSTREAM_SWITCHES = (
         "Selected rows beside a window of V4.1; auto means FP4 where the model's own latents are FP4.",
         ("auto", "fp8", "fp4"),
     ),
+    Flag("SGLANG_MINICPM_FORCE_DENSE", "0", "MiniCPM's sparse layers as dense ones, which alone the plugin serves."),
     Flag("SGLANG_DSV4_Q8KV8_PREFILL", "0", "SGLang's FP8 sparse prefill on Hopper, which reads 584-byte rows alone."),
 )
 

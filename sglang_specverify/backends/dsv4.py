@@ -91,7 +91,7 @@ class SparseMlaCalls:
         ]
 
 
-class SpecverifyDsv4Backend(DeepseekV4AttnBackend):
+class SpecverifyDeepseekV4Backend(DeepseekV4AttnBackend):
     """SGLang's backend; every compress ratio of the pool is decided before the first call."""
 
     def __init__(self, model_runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
@@ -99,11 +99,11 @@ class SpecverifyDsv4Backend(DeepseekV4AttnBackend):
         take_seam(self)
 
 
-class SpecverifyDsv4MultiStepBackend(DeepseekV4MultiStepBackend):
+class SpecverifyDeepseekV4MultiStepBackend(DeepseekV4MultiStepBackend):
     """All steps of a draft; what SGLang builds for each is replaced, and the container itself attends nothing."""
 
-    def _make_step_backend(self, model_runner: ModelRunner, step_id: int) -> SpecverifyDsv4Backend:
-        return SpecverifyDsv4Backend(
+    def _make_step_backend(self, model_runner: ModelRunner, step_id: int) -> SpecverifyDeepseekV4Backend:
+        return SpecverifyDeepseekV4Backend(
             model_runner,
             speculative_step_id=step_id,
             topk=self.topk,

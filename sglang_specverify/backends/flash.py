@@ -25,7 +25,7 @@ from sglang_specverify.routing.route import Decision
 from sglang_specverify.routing.tree import depth
 
 
-class SpecverifyFlashBackend(RoutedBackend, FlashAttentionBackend):
+class SpecverifyFlashAttentionBackend(RoutedBackend, FlashAttentionBackend):
     """Target, draft extend, or one step of a draft, over FA3."""
 
     base = "fa3"
@@ -83,16 +83,16 @@ class SpecverifyFlashBackend(RoutedBackend, FlashAttentionBackend):
         return represented, None if k_descale is None else (k_descale, v_descale)
 
 
-class SpecverifyFlash4Backend(SpecverifyFlashBackend):
+class SpecverifyFlashAttention4Backend(SpecverifyFlashAttentionBackend):
     """The same over FA4."""
 
     base = "fa4"
 
 
-class SpecverifyFlashDraftBackend(RoutedDraftBackend, FlashAttentionMultiStepBackend):
+class SpecverifyFlashAttentionDraftBackend(RoutedDraftBackend, FlashAttentionMultiStepBackend):
     """All steps of a draft, over FA3."""
 
-    child = SpecverifyFlashBackend
+    child = SpecverifyFlashAttentionBackend
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +108,7 @@ class SpecverifyFlashDraftBackend(RoutedDraftBackend, FlashAttentionMultiStepBac
         }
 
 
-class SpecverifyFlash4DraftBackend(SpecverifyFlashDraftBackend):
+class SpecverifyFlashAttention4DraftBackend(SpecverifyFlashAttentionDraftBackend):
     """The same over FA4."""
 
-    child = SpecverifyFlash4Backend
+    child = SpecverifyFlashAttention4Backend

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_specverify.cli.sparse_mla import SparseExplanation, explain_sparse
 from sglang_specverify.errors import SpecverifyError
-from sglang_specverify.flags import Flags
+from sglang_specverify.flags import Flags, switch
 from sglang_specverify.hardware import NO_GPU, Hardware
 from sglang_specverify.routing import (
     PLUGIN,
@@ -25,14 +25,21 @@ from sglang_specverify.routing import (
     decide,
     require,
 )
+from sglang_specverify.routing.facts import DRAFT_MODELS
 from sglang_specverify.routing.launch import check_launch
 from sglang_specverify.routing.model import Description, LayerGroup, describe, read_config
+from sglang_specverify.routing.model_rules import check_model
 from sglang_specverify.routing.options import ServerLine, parse
 from sglang_specverify.routing.server import server_facts
 
 _DRAFT_MODES = (Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND)
-#: Algorithms whose draft is a model that runs through SGLang's draft backend factory.
-_DRAFT_MODELS = ("EAGLE", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP")
+#: The options that may name the plugin, the draft's last.
+_OPTIONS = (
+    "--attention-backend",
+    "--prefill-attention-backend",
+    "--decode-attention-backend",
+    "--speculative-draft-attention-backend",
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def explain(
     if line.values.get("--device") == "cpu":
         hardware = NO_GPU
     config = read_config(path)
-    target = describe(config, line.attention_ranks)
+    target = _describe(config, line)
     asked = _asked(line)
     if PLUGIN in asked:
         check_launch(line)
@@ -121,14 +128,38 @@ def explain(
     # Such a model's attention never reaches a backend that the line names.
     rows = () if sparse else tuple(_rows(line, asked, hardware, server, flags, target, draft))
     notes = (*_line_notes(line, server), *target.notes, *draft_note)
-    refused = sparse.refused if sparse else _refused(rows, flags)
+    refused = _refused_model(line, asked, target, draft) or (sparse.refused if sparse else _refused(rows, flags))
     return Explanation(target, hardware, server, base, rows, notes, refused, sparse)
+
+
+def _describe(config: dict[str, Any], line: ServerLine) -> Description:
+    return describe(config, line.attention_ranks, minicpm_dense=switch("SGLANG_MINICPM_FORCE_DENSE"))
 
 
 def _asked(line: ServerLine) -> tuple[str | None, str | None, str | None, str | None]:
     """The four names; a line that names no attention backend is read as `specverify serve` would start it."""
     attention, prefill, decode, draft = line.backends
     return (attention or (None if PLUGIN in line.backends else PLUGIN), prefill, decode, draft)
+
+
+def _refused_model(line: ServerLine, asked: tuple[str | None, ...], target: Description, draft: Description) -> str:
+    """Why SGLang would not let the plugin serve the target or the draft, whatever the base; empty where it would."""
+    # A model of the dsv4 backend needs no name on the line.
+    names = line.backends if target.facts.sparse == "dsv4" else asked
+    options = [option for option, name in zip(_OPTIONS, names, strict=True) if name == PLUGIN]
+    own = [option for option in options if option == _OPTIONS[3]]
+    path = line.values.get("--speculative-draft-model-path")
+    try:
+        prefill, _ = _backend_of(Mode.PREFILL, line, names)
+        check_model(
+            target.architectures, target.facts.sparse, [option for option in options if option not in own], prefill=prefill
+        )
+        drafts = line.algorithm in DRAFT_MODELS and any(_backend_of(mode, line, names)[0] for mode in _DRAFT_MODES)
+        if drafts and (path is None or Path(path).exists()):
+            check_model(draft.architectures, draft.facts.sparse, own or options)
+    except SpecverifyError as error:
+        return f"{error.what}; {error.remedy}"
+    return ""
 
 
 def _page_size(server: ServerFacts, base: str, hardware: Hardware, model: Description) -> int:
@@ -145,10 +176,10 @@ def _draft_config(line: ServerLine) -> dict[str, Any] | None:
 def _draft(
     line: ServerLine, algorithm: str | None, target: Description, config: dict[str, Any] | None
 ) -> tuple[Description, tuple[str, ...]]:
-    if algorithm not in _DRAFT_MODELS:
+    if algorithm not in DRAFT_MODELS:
         return target, ()
     if config is not None:
-        return describe(config, line.attention_ranks), ()
+        return _describe(config, line), ()
     attending = [group for group in target.groups if group.facts.kind is not LayerKind.LINEAR]
     whole = [group for group in attending if group.facts.window < 0] or attending
     note = "the draft's config.json is not at hand: its rows show an attention layer of the target's kind"
@@ -178,7 +209,7 @@ def _rows(
 def _modes(algorithm: str | None) -> tuple[Mode, ...]:
     if algorithm is None:
         return (Mode.PREFILL, Mode.DECODE)
-    if algorithm in _DRAFT_MODELS:
+    if algorithm in DRAFT_MODELS:
         return (Mode.TARGET_VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND, Mode.PREFILL, Mode.DECODE)
     return (Mode.TARGET_VERIFY, Mode.PREFILL, Mode.DECODE)
 

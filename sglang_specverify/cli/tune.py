@@ -39,6 +39,7 @@ def tune(
         raise SpecverifyError(f"tuning needs {error.name}", "install SGLang or PyTorch beside the plugin") from None
     run.check_machine(machine)
     todo = run.chosen(kernel, only)
+    run.check_out(out)
     gpu = run.Gpu(machine.arch)
     belongs = gpu.belongs(machine)
     state = results.State.load(run.state_path(out), belongs)

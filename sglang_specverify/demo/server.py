@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_specverify import hardware as machine
 from sglang_specverify.cli import serve
-from sglang_specverify.demo import processes
+from sglang_specverify.demo import processes, scratch
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.hardware import Hardware
 
@@ -150,8 +150,7 @@ class Server:
     def start(self) -> Server:
         """Start the process, in a process group of its own, and return at once."""
         _running.add(self)
-        # SGLang leaves its sockets' files behind. The path is short, as a socket's must be.
-        self._scratch = tempfile.mkdtemp(prefix="specverify-")
+        self._scratch = scratch.new()
         self.started_at = time.monotonic()
         with self.log.open("wb") as sink:
             self._process = processes.start(self.argv, {**self._environment, "TMPDIR": self._scratch}, sink)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,11 @@ class Request:
             return cls(prefill, decode, draft == PLUGIN, draft == PLUGIN)
         extend = decode if server_args.speculative_attention_mode == "decode" else prefill
         return cls(prefill, decode, decode, extend)
+
+
+def options_of(server_args: Any, fields: Sequence[str]) -> list[str]:
+    """Those of `fields` that name the plugin, as a command line spells them."""
+    return [f"--{field.replace('_', '-')}" for field in fields if getattr(server_args, field) == PLUGIN]
 
 
 def expected_parts(request: Request, resolved: Any, pp_rank: int = 0) -> frozenset[str]:

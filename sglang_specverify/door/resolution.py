@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sglang_specverify import __version__, flags
+from sglang_specverify.door.models import check_models, sparse_kind_of
 from sglang_specverify.door.request import FIELDS, Request, stray_names
 from sglang_specverify.errors import SpecverifyError, show_without_traceback
 from sglang_specverify.hardware import Hardware, from_sglang_platform
@@ -59,6 +60,7 @@ def register_hooks(problem: SpecverifyError | None = None) -> None:
 
     def with_model(server_args: Any, previous: Step) -> None:
         if Request.of(server_args).any:
+            check_models(server_args)
             _declare_tree(server_args, _declare_base(server_args, _model_facts(server_args)))
         previous(server_args)
 
@@ -86,11 +88,11 @@ def _check_launch(server_args: Any) -> None:
 
 
 def check_plugin_filter(value: str) -> None:
-    """`SGLANG_PLUGINS` is SGLang's white list; child processes inherit it."""
-    names = {name.strip() for name in value.split(",") if name.strip()}
-    if names and PLUGIN not in names:
+    """`SGLANG_PLUGINS` is SGLang's white list; child processes inherit it. One of blanks or commas alone lets nobody in."""
+    if value and PLUGIN not in {name.strip() for name in value.split(",")}:
+        shown = value if value.strip() else repr(value)
         raise SpecverifyError(
-            f"SGLANG_PLUGINS={value} leaves the plugin {PLUGIN} out, so no scheduler process would load it",
+            f"SGLANG_PLUGINS={shown} leaves the plugin {PLUGIN} out, so no scheduler process would load it",
             f"add {PLUGIN} to SGLANG_PLUGINS, or unset it",
         )
 
@@ -174,16 +176,21 @@ def _tree_to_come(server_args: Any, view: Any) -> dict[str, int]:
     if algorithm == "NGRAM":
         return {"speculative_eagle_topk": int(view.speculative_ngram_max_bfs_breadth)}
     given = view.speculative_eagle_topk is not None or view.speculative_num_steps is not None
-    if algorithm not in _CHOOSES_TREE or given or view.speculative_adaptive:
+    if algorithm not in _CHOOSES_TREE or given:
         return {}
-    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.arg_groups.overrides import ResolvedView, model_config_of
     from sglang.srt.arg_groups.speculative_hook import _auto_choose_speculative_params
+    from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
+    # Both ask for the algorithm by the name that it will have in that step.
+    named = ResolvedView(server_args, {"speculative_algorithm": algorithm})
+    if view.speculative_adaptive and adaptive_unsupported_reason(named) is None:
+        return {}
     try:
         architecture = model_config_of(server_args).hf_config.architectures[0]
     except Exception:  # the model is not readable yet, or not at all: SGLang says so in its own step
         return {}
-    steps, topk, tokens = _auto_choose_speculative_params(server_args, architecture)
+    steps, topk, tokens = _auto_choose_speculative_params(named, architecture)
     return {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": tokens}
 
 
@@ -214,6 +221,7 @@ def _model_facts(server_args: Any) -> ModelFacts:
         architectures=tuple(config.hf_config.architectures or ()),
         head_dims=read | {(int(config.head_dim), int(config.v_head_dim))},
         is_mla=config.attention_arch == AttentionArch.MLA,
+        sparse=sparse_kind_of(config.hf_config),
     )
 
 

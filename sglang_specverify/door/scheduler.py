@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 #: base -> (module, backend class, class of the multi-step draft, arguments beyond the runner)
 _CLASSES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "triton": ("triton", "SpecverifyTritonBackend", "SpecverifyTritonDraftBackend", {}),
-    "fa3": ("flash", "SpecverifyFlashBackend", "SpecverifyFlashDraftBackend", {"fa_impl_ver": 3}),
-    "fa4": ("flash", "SpecverifyFlash4Backend", "SpecverifyFlash4DraftBackend", {"fa_impl_ver": 4}),
+    "fa3": ("flash", "SpecverifyFlashAttentionBackend", "SpecverifyFlashAttentionDraftBackend", {"fa_impl_ver": 3}),
+    "fa4": ("flash", "SpecverifyFlashAttention4Backend", "SpecverifyFlashAttention4DraftBackend", {"fa_impl_ver": 4}),
     "aiter": ("aiter", "SpecverifyAiterBackend", "SpecverifyAiterDraftBackend", {}),
 }
 
@@ -210,5 +210,5 @@ def _keep_dflash_mask_rule() -> None:
     from sglang.srt.speculative import dflash_utils
 
     names = dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS
-    ours = {f"Specverify{name}Backend" for name in ("Flash", "Flash4", "Triton")}
+    ours = {_CLASSES[base][1] for base in ("fa3", "fa4", "triton")}
     dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS = names | ours

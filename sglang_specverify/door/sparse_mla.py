@@ -68,9 +68,9 @@ def _target_factory(stock: Callable[..., Any]) -> Callable[..., Any]:
     def create_deepseek_v4_attn_backend(model_runner: Any, **kwargs: Any) -> Any:
         if not _takes(model_runner):
             return stock(model_runner, **kwargs)
-        from sglang_specverify.backends.dsv4 import SpecverifyDsv4Backend
+        from sglang_specverify.backends.dsv4 import SpecverifyDeepseekV4Backend
 
-        return _note(SpecverifyDsv4Backend(model_runner, **kwargs))
+        return _note(SpecverifyDeepseekV4Backend(model_runner, **kwargs))
 
     return create_deepseek_v4_attn_backend
 
@@ -79,9 +79,9 @@ def _multistep_factory(stock: Callable[..., Any]) -> Callable[..., Any]:
     def create_deepseek_v4_multistep_backend(model_runner: Any, topk: int, speculative_num_steps: int) -> Any:
         if not _takes(model_runner):
             return stock(model_runner, topk, speculative_num_steps)
-        from sglang_specverify.backends.dsv4 import SpecverifyDsv4MultiStepBackend
+        from sglang_specverify.backends.dsv4 import SpecverifyDeepseekV4MultiStepBackend
 
-        return _note(SpecverifyDsv4MultiStepBackend(model_runner, topk=topk, speculative_num_steps=speculative_num_steps))
+        return _note(SpecverifyDeepseekV4MultiStepBackend(model_runner, topk=topk, speculative_num_steps=speculative_num_steps))
 
     return create_deepseek_v4_multistep_backend
 

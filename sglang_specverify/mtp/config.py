@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.mtp.names import spellings
+from sglang_specverify.mtp.section import Section
 
 Spec = Mapping[str, Any]
 
@@ -23,8 +24,8 @@ class Excludes:
     An entry that names a parent names all that is below it.
     """
 
-    def __init__(self, entries: Iterable[object]) -> None:
-        self.entries = tuple(entry for entry in entries if isinstance(entry, str))
+    def __init__(self, entries: Iterable[str]) -> None:
+        self.entries = tuple(entries)
         self._plain = {entry for entry in self.entries if not entry.startswith("re:")}
         self._patterns = [(entry, _compiled(entry)) for entry in self.entries if entry.startswith("re:") or _is_glob(entry)]
         self._named = functools.cache(self._name)
@@ -91,7 +92,8 @@ def read_config(directory: Path) -> CheckpointConfig:
     """Read `directory`/config.json.
 
     Raises:
-        SpecverifyError: it is absent, unreadable, or not an object; or a pattern of its exclude list is no regular expression.
+        SpecverifyError: it is absent, unreadable, or not an object; a key that is read holds a value of another type; or a
+            pattern of its exclude list is no regular expression.
     """
     path = directory / "config.json"
     try:
@@ -102,27 +104,44 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise SpecverifyError(f"{path} is no JSON: {error}", "fetch the file again") from None
     if not isinstance(top, dict):
         raise SpecverifyError(f"{path} holds no object", "fetch the file again")
-    text = _object(top.get("text_config"))
+    outer = Section(path, "", top)
+    text = outer.section("text_config")
     # The order in which SGLang looks for it.
-    declared = (top.get("quantization_config"), text.get("quantization_config"), top.get("compression_config"))
-    quant = _object(next((one for one in declared if one is not None), None))
-    language = {**top, **text}
-    experts = next((language[name] for name in ("mtp_num_experts", "num_experts", "num_local_experts") if language.get(name)), 0)
+    declared = ((outer, "quantization_config"), (text, "quantization_config"), (outer, "compression_config"))
+    sections = [section.section(key) for section, key in declared if section.values.get(key) is not None]
+    quant = sections[0] if sections else Section(path, "", {})
+    experts = (
+        _language(outer, text, name).number_or_numbers(name) for name in ("mtp_num_experts", "num_experts", "num_local_experts")
+    )
+    # Other methods may mean other things by Quark's keys.
+    is_quark = quant.string("quant_method") == "quark"
+    if is_quark:
+        _check_specs(quant)
     return CheckpointConfig(
-        tuple(str(name) for name in top.get("architectures") or ()),
-        _count(language.get("num_hidden_layers")),
-        _count(experts),
-        quant,
-        Excludes(quant.get("exclude") or ()),
+        outer.strings("architectures"),
+        max(0, _language(outer, text, "num_hidden_layers").number("num_hidden_layers")),
+        max(0, next(filter(None, experts), 0)),
+        quant.values,
+        Excludes(quant.strings("exclude") if is_quark else ()),
     )
 
 
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def _language(outer: Section, text: Section, key: str) -> Section:
+    """Where a key of the language model stands."""
+    return text if key in text.values else outer
 
 
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+def _check_specs(quant: Section) -> None:
+    """Every key that `spec_of`, `type_of_spec` and `quark.spec_for` go by has its type."""
+    layers = quant.section("layer_quant_config")
+    for spec in (*map(layers.section, layers.values), quant.section("global_quant_config")):
+        # A list is weights that are quantised twice, which no type here is.
+        weight = spec.section_or_list("weight")
+        if weight is not None:
+            weight.string("dtype")
+            weight.string("qscheme")
+            weight.number("group_size")
+            weight.sizes("block_size")
 
 
 def type_of_spec(spec: Spec) -> tuple[str, str]:
@@ -130,7 +149,7 @@ def type_of_spec(spec: Spec) -> tuple[str, str]:
     weight = spec.get("weight")
     if not isinstance(weight, Mapping):
         return "", ""
-    dtype, scheme = str(weight.get("dtype")), str(weight.get("qscheme"))
+    dtype, scheme = weight.get("dtype") or "", weight.get("qscheme") or ""
     if dtype == "fp4":
         return ("mxfp4" if weight.get("group_size") == 32 else "nvfp4"), "per_group"
     return ("fp8" if dtype.startswith("fp8") else dtype), scheme

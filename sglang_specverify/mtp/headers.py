@@ -54,7 +54,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = {name: _tensor(name, entry, path.name) for name, entry in entries.items()}
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        end = max((_sizes(entry["data_offsets"])[1] for entry in entries.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise _broken(path, "its header is not what safetensors writes") from None
     if end > size - 8 - length:
@@ -66,7 +66,13 @@ def _tensor(name: str, entry: Mapping[str, Any], file: str) -> StoredTensor:
     dtype = entry["dtype"]
     if not isinstance(dtype, str):
         raise TypeError(dtype)
-    return StoredTensor(name, dtype, tuple(int(size) for size in entry["shape"]), file)
+    return StoredTensor(name, dtype, _sizes(entry["shape"]), file)
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+        raise TypeError(value)
+    return tuple(value)
 
 
 def _broken(path: Path, why: str) -> SpecverifyError:

@@ -8,6 +8,7 @@ from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import BASES, Flags
 from sglang_specverify.hardware import Hardware
 from sglang_specverify.routing.facts import ServerFacts
+from sglang_specverify.routing.model_rules import model_refusal
 
 #: The name a user gives to `--attention-backend` and its siblings.
 PLUGIN = "specverify"
@@ -17,24 +18,6 @@ MAX_HEAD_DIM = 256
 
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
 _PLAIN_CACHES = ("auto", "bfloat16", "bf16", "float16", "half", "float32")
-
-#: SGLang's own start-up rules: models that one of the bases may not serve.
-_MODEL_REFUSALS: dict[str, tuple[str, ...]] = {
-    "fa3": (
-        "Gemma4ForConditionalGeneration",
-        "Gemma4ForCausalLM",
-        "Gemma4UnifiedForConditionalGeneration",
-    ),
-    "fa4": (
-        "Llama4ForConditionalGeneration",
-        "Llama4ForCausalLM",
-        "Exaone4ForCausalLM",
-        "ExaoneMoEForCausalLM",
-        "ExaoneMoeForCausalLM",
-    ),
-    "aiter": ("Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
-    "triton": (),
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +33,14 @@ class ModelFacts:
     """What the choice of a base may know of a model.
 
     `head_dims` holds each pair (head dim of Q and K, head dim of V) that occurs among its attention
-    layers; empty while it is not known, and then no base is refused for it.
+    layers; empty while it is not known, and then no base is refused for it. `sparse` is the kind of
+    sparse attention of its own that SGLang serves it with, a key of `SPARSE_BACKENDS`, or empty.
     """
 
     architectures: tuple[str, ...] = ()
     head_dims: frozenset[tuple[int, int]] = frozenset()
     is_mla: bool = False
+    sparse: str = ""
 
     @property
     def max_head_dim(self) -> int:
@@ -107,7 +92,9 @@ def choose_base(
             why = "; ".join(f"{base}: {refusals[base]}" for base in hardware.facts.preference)
             raise SpecverifyError(
                 f"no base can serve this on {hardware.display}: {why}",
-                f"set SGLANG_SPECVERIFY_BASE to one that can ({allowed})" if possible else "change what the reasons name",
+                f"set SGLANG_SPECVERIFY_BASE to one that can ({allowed})"
+                if possible
+                else f"change what the reasons name, or leave {PLUGIN} out: SGLang then chooses a backend",
             )
         chosen = preferred[0]
         reason = _reason(chosen, hardware, refusals)
@@ -138,9 +125,8 @@ def refusal_of(
         return f"{base} does not run on {hardware.display}" if hardware.has_gpu else f"{base} needs a GPU"
     if base == "aiter" and "aiter" not in installed:
         return "the package aiter is not installed"
-    barred = [name for name in model.architectures if name in _MODEL_REFUSALS[base]]
-    if barred:
-        return f"SGLang refuses {base} for {barred[0]}"
+    if (barred := model_refusal(base, model.architectures)) is not None:
+        return barred
     if server.algorithm == "UNO" and base != "fa3":
         return "SGLang serves UNO with fa3 alone"
     if base == "triton":

@@ -22,6 +22,10 @@ def algorithm_name(given: str | None) -> str | None:
     return "EAGLE" if name == "NEXTN" else name
 
 
+#: Algorithms whose draft is a model of its own, or layers of the target's checkpoint.
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP")
+
+
 class LayerKind(str, Enum):
     FULL = "full attention"
     WINDOW = "sliding window"

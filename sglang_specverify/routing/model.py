@@ -17,6 +17,7 @@ from sglang_specverify.routing.base import ModelFacts
 from sglang_specverify.routing.context import context_length
 from sglang_specverify.routing.facts import LayerFacts, LayerKind
 from sglang_specverify.routing.layers import Label, labels, window_is_ignored, window_size
+from sglang_specverify.routing.model_rules import sparse_kind
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "NomicBert")
@@ -26,9 +27,8 @@ _SINKS = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalL
 #: SGLang's models that let image tokens see each other, by a mask that they write into the built-in backend's metadata.
 _IMAGE_RANGES = ("Gemma3ForConditional", "Gemma4ForConditional", "Gemma4Unified")
 
-#: Keys of a config, and a family, for which SGLang puts a sparse backend of its own in the place of any that it is given.
+#: Keys of a config that say sparse attention, also where nobody here knows the family.
 _SPARSE_KEYS = ("compress_ratios", "index_topk", "indexer_n_heads")
-_SPARSE_FAMILIES = ("MiniMaxM3Sparse",)
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def describe(config: Mapping[str, Any], tensor_parallel: int = 1) -> Description:
+def describe(config: Mapping[str, Any], tensor_parallel: int = 1, *, minicpm_dense: bool = False) -> Description:
     """The layers of a model on one rank.
 
     Args:
         config: the parsed config.json, nested text configuration included.
         tensor_parallel: ranks that share the attention heads. KV heads are replicated where there are fewer.
+        minicpm_dense: SGLANG_MINICPM_FORCE_DENSE, with which SGLang serves MiniCPM's sparse layers dense.
 
     Raises:
         SpecverifyError: no architecture, no layer or head count, or heads that do not divide.
@@ -92,7 +93,8 @@ def describe(config: Mapping[str, Any], tensor_parallel: int = 1) -> Description
     if not architectures:
         raise SpecverifyError("the config names no architecture", 'add "architectures", as a saved checkpoint has it')
     text = _text_config(config)
-    reader = _Reader(text, config, architectures[0], tensor_parallel)
+    sparse = sparse_kind(config, text, minicpm_dense=minicpm_dense)
+    reader = _Reader(text, config, architectures[0], tensor_parallel, sparse)
     found = list(reader.layers())
     groups: dict[LayerFacts, tuple[int, int]] = {}
     for index, layer in enumerate(found):
@@ -103,6 +105,7 @@ def describe(config: Mapping[str, Any], tensor_parallel: int = 1) -> Description
         architectures,
         frozenset((layer.head_dim, layer.v_head_dim) for layer in attending),
         any(layer.kind is LayerKind.MLA for layer in attending),
+        sparse,
     )
     return Description(
         architectures,
@@ -124,8 +127,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Reader:
-    def __init__(self, text: Mapping[str, Any], top: Mapping[str, Any], architecture: str, ranks: int) -> None:
-        self.text, self.top, self.architecture, self.ranks = text, top, architecture, ranks
+    def __init__(self, text: Mapping[str, Any], top: Mapping[str, Any], architecture: str, ranks: int, sparse: str) -> None:
+        self.text, self.top, self.architecture, self.ranks, self.sparse = text, top, architecture, ranks, sparse
 
     def layers(self) -> Iterator[LayerFacts]:
         """Every attention layer in order; a layer with two kinds of state yields one of each."""
@@ -163,7 +166,7 @@ class _Reader:
             yield "the vision or audio encoder has its own attention (--mm-attention-backend): not this plugin's"
         if self.text.get("num_nextn_predict_layers") or self.text.get("mtp_num_hidden_layers"):
             yield "with NEXTN the checkpoint's own MTP layer is the draft"
-        if str(self.top.get("model_type", "")).startswith("deepseek_v4"):
+        if self.sparse == "dsv4":
             yield "SGLang serves this model with its dsv4 backend whatever the line names: SGLANG_SPECVERIFY_SPARSE_MLA=1 asks"
         elif self._is_sparse():
             yield "SGLang picks a sparse backend of its own for this model, and the plugin has no subclass of it"
@@ -241,7 +244,7 @@ class _Reader:
         return bool(self.text.get("add_swa_attention_sink_bias" if swa else "add_full_attention_sink_bias"))
 
     def _is_sparse(self) -> bool:
-        return self.architecture.startswith(_SPARSE_FAMILIES) or any(self.text.get(key) for key in _SPARSE_KEYS)
+        return bool(self.sparse) or any(self.text.get(key) for key in _SPARSE_KEYS)
 
     def _unknown(self) -> Iterator[str]:
         if _positive(self.text.get("attn_temperature_len")):

@@ -32,25 +32,35 @@ class Measured:
 
 @dataclass
 class State:
-    """Measurements in a file, one JSON object a line, its first line what they belong to.
+    """Measurements in a file, one JSON object a line, before them a header: what they belong to.
+
+    A line that a killed run left unfinished counts as absent: a header is written anew below it, a measurement is made again.
 
     Attributes:
         belongs: architecture, versions and kernel source: measurements of others are not mixed in.
+        has_header: whether the file says so already.
     """
 
     path: Path
     belongs: Mapping[str, str]
     measured: dict[str, Measured]
+    has_header: bool = False
 
     @classmethod
     def load(cls, path: Path, belongs: Mapping[str, str]) -> State:
         """The measurements of an earlier run; none where there is no file.
 
         Raises:
-            SpecverifyError: the file belongs to something else.
+            SpecverifyError: the file belongs to something else, or does not say to what.
         """
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
         read = [entry for entry in map(_object, lines) if entry is not None]
+        if read and "key" in read[0]:
+            raise SpecverifyError(
+                f"{path} does not say what its measurements ({len(read)}) belong to: no line before them is whole",
+                f"if they were made here and with these kernels, make this its first line: {json.dumps(dict(belongs))}; "
+                "if not, delete the file, or choose another --out",
+            )
         if read and read[0] != dict(belongs):
             differing = [name for name in belongs if read[0].get(name) != belongs[name]]
             raise SpecverifyError(
@@ -59,22 +69,22 @@ class State:
             )
         found = {}
         for entry in read[1:]:
-            # A line that a killed run left unfinished is a measurement that is not there.
             if isinstance(entry.get("key"), str) and isinstance(entry.get("microseconds"), list):
                 found[entry["key"]] = Measured(tuple(entry["microseconds"]), str(entry.get("problem", "")))
-        return cls(path, belongs, found)
+        return cls(path, belongs, found, bool(read))
 
     def add(self, key: str, measured: Measured) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists() or self.path.stat().st_size == 0
+        before = self.path.read_bytes() if self.path.exists() else b""
         with self.path.open("a", encoding="utf-8") as file:
-            if new:
-                file.write(json.dumps(dict(self.belongs)) + "\n")
-            elif not self.path.read_bytes().endswith(b"\n"):
+            if before and not before.endswith(b"\n"):
                 file.write("\n")
+            if not (before and self.has_header):
+                file.write(json.dumps(dict(self.belongs)) + "\n")
             file.write(json.dumps({"key": key, **asdict(measured)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        self.has_header = True
         self.measured[key] = measured
 
 
@@ -171,9 +181,9 @@ def _within(name: str, inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     return bool(outer[0] <= inner[0] and (outer[1] is None or (inner[1] is not None and inner[1] <= outer[1])))
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line)
-    except ValueError:
+        entry = json.loads(line.decode("utf-8"))
+    except ValueError:  # UnicodeDecodeError is one
         return None
     return entry if isinstance(entry, dict) else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import Hardware
 from sglang_specverify.kernels import tables
 from sglang_specverify.kernels.launch import LaunchConfig
@@ -125,12 +126,36 @@ def check_machine(machine: Hardware) -> None:
         raise SpecverifyError(f"the kernels do not run on {machine.name}", "tune on an NVIDIA or AMD GPU")
 
 
+def check_out(out: Path) -> None:
+    """Find out before the first measurement whether `write` and `State.add` will be able to write.
+
+    Raises:
+        ArgumentError: a directory is where a file is to be, or the files' own directory cannot be made or written.
+    """
+    out = out.absolute()
+    taken = [out] if os.path.isdir(out) else [path for path in (state_path(out), _partial(out)) if os.path.isdir(path)]
+    if taken:
+        raise ArgumentError("--out", f"{out}, and {taken[0]} is a directory", "the path of a file, as configs/kernels/sm_90.json")
+    there = next(folder for folder in out.parents if os.path.exists(folder))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written" if os.path.isdir(there) else "is no directory"
+        raise ArgumentError("--out", f"{out}, and {there} {why}", "a file in a directory that can be made and written")
+    state = state_path(out)
+    if os.path.exists(state) and not os.access(state, os.R_OK | os.W_OK):
+        raise ArgumentError("--out", f"{out}, and {state} beside it cannot be read and written", "a file beside which it can")
+
+
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".writing")
+    partial = _partial(path)
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
+
+
+def _partial(out: Path) -> Path:
+    """Where the table is written before it gets its name."""
+    return out.with_suffix(".writing")
 
 
 def state_path(out: Path) -> Path:

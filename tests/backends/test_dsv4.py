@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_specverify.backends.dsv4 import SparseMlaCalls, SpecverifyDsv4Backend, SpecverifyDsv4MultiStepBackend
+from sglang_specverify.backends.dsv4 import SparseMlaCalls, SpecverifyDeepseekV4Backend, SpecverifyDeepseekV4MultiStepBackend
 from sglang_specverify.backends.dsv4_calls import kernel_arguments, read_call
 from sglang_specverify.door import sparse_mla as door
 from sglang_specverify.errors import SpecverifyError
@@ -101,7 +101,7 @@ def keys_of(lists: dict[str, torch.Tensor], window: torch.Tensor, extra: torch.T
 def test_the_forward_pass(layer: int, layout: str, mode: ForwardMode, kernels: list[dict[str, Any]]) -> None:
     g = torch.Generator().manual_seed(layer)
     pool = dsv4.make_pool(layout)
-    backend = SpecverifyDsv4Backend(dsv4.make_runner(pool))
+    backend = SpecverifyDeepseekV4Backend(dsv4.make_runner(pool))
     window, extra = dsv4.fill(pool, layer, WRITTEN, g)
     lists = lists_of(layer)
     backend.forward_metadata = dsv4.metadata(dsv4.RATIOS[layer], lists)
@@ -131,7 +131,7 @@ def test_the_forward_pass(layer: int, layout: str, mode: ForwardMode, kernels: l
 
 
 def test_an_idle_batch_is_sglangs(kernels: list[dict[str, Any]]) -> None:
-    backend = SpecverifyDsv4Backend(dsv4.make_runner(dsv4.make_pool()))
+    backend = SpecverifyDeepseekV4Backend(dsv4.make_runner(dsv4.make_pool()))
     q = torch.zeros(0, dsv4.HEADS, 512, dtype=torch.bfloat16)
     assert dsv4.attend(backend, 0, q, torch.zeros(dsv4.HEADS), ForwardMode.IDLE).shape == (0, dsv4.HEADS, 512)
     assert kernels == []
@@ -140,7 +140,7 @@ def test_an_idle_batch_is_sglangs(kernels: list[dict[str, Any]]) -> None:
 def test_rows_of_584_bytes_go_to_flashmla(kernels: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     pool = dsv4.make_pool("v4", None)
-    backend = SpecverifyDsv4Backend(dsv4.make_runner(pool))
+    backend = SpecverifyDeepseekV4Backend(dsv4.make_runner(pool))
     backend.forward_metadata = dsv4.metadata(0, lists_of(0))
     q = torch.zeros(2, dsv4.HEADS, 512, dtype=torch.bfloat16)
     for _ in range(2):
@@ -156,14 +156,14 @@ def test_rows_of_584_bytes_go_to_flashmla(kernels: list[dict[str, Any]], caplog:
 def test_strict_mode_refuses_at_start(kernels: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_SPECVERIFY_STRICT", "1")
     with pytest.raises(SpecverifyError, match=r"STRICT=1 and not served by the plugin: rows of 584 bytes"):
-        SpecverifyDsv4Backend(dsv4.make_runner(dsv4.make_pool("v4", None)))
-    SpecverifyDsv4Backend(dsv4.make_runner(dsv4.make_pool()))
+        SpecverifyDeepseekV4Backend(dsv4.make_runner(dsv4.make_pool("v4", None)))
+    SpecverifyDeepseekV4Backend(dsv4.make_runner(dsv4.make_pool()))
 
 
 def test_a_pool_that_nothing_else_reads_is_never_left(kernels: list[dict[str, Any]]) -> None:
     """On Hopper the rows of V4.1 have no reader but this one, so that what it refuses is an error without strict mode too."""
     with pytest.raises(SpecverifyError, match=r"no other kernel reads .* rows of 528 bytes \(v41\) among the selected"):
-        SpecverifyDsv4Backend(dsv4.make_runner(dsv4.make_pool("v41", "fp8")))
+        SpecverifyDeepseekV4Backend(dsv4.make_runner(dsv4.make_pool("v41", "fp8")))
     calls = SparseMlaCalls(lambda **_: (torch.ones(1), torch.ones(1)), H200, interleaved=False, part="target")
     with pytest.raises(SpecverifyError, match="no other kernel reads on SM90: 24 heads"):
         calls.decide(SparseCall("v41", "v41_fp4", heads=24))
@@ -175,14 +175,14 @@ def test_a_sglang_without_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SPARSE_MLA", "1"), ("KERNELS", "triton")):
         monkeypatch.setenv(f"SGLANG_SPECVERIFY_{name}", value)
     monkeypatch.setattr("sglang.srt.layers.attention.deepseek_v4_backend.is_cuda", lambda: False)
-    backend = SpecverifyDsv4Backend(dsv4.make_runner(dsv4.make_pool("v4", None)))
+    backend = SpecverifyDeepseekV4Backend(dsv4.make_runner(dsv4.make_pool("v4", None)))
     assert "no seam" in backend.specverify_sparse_mla.report()[0]["reason"]
     assert not hasattr(backend, "_flash_mla_with_kvcache")
 
 
 def test_all_steps_of_a_draft(kernels: list[dict[str, Any]]) -> None:
-    container = SpecverifyDsv4MultiStepBackend(dsv4.make_runner(dsv4.make_pool(), draft=True), 1, 2)
-    assert [type(step) for step in container.attn_backends] == [SpecverifyDsv4Backend] * 2
+    container = SpecverifyDeepseekV4MultiStepBackend(dsv4.make_runner(dsv4.make_pool(), draft=True), 1, 2)
+    assert [type(step) for step in container.attn_backends] == [SpecverifyDeepseekV4Backend] * 2
     assert [step.speculative_step_id for step in container.attn_backends] == [0, 1]
     assert {row["part"] for step in container.attn_backends for row in step.specverify_sparse_mla.report()} == {"draft"}
 
@@ -337,11 +337,11 @@ def test_the_factories_build_it(kernels: list[dict[str, Any]], hooked: Patched, 
     pool = dsv4.make_pool()
     draft = DraftBackendFactory(dsv4.make_runner(pool, draft=True), 1, 1)
     target = ATTENTION_BACKENDS["dsv4"](dsv4.make_runner(pool))
-    assert type(target) is SpecverifyDsv4Backend
+    assert type(target) is SpecverifyDeepseekV4Backend
     name, steps = draft._create_dsv4_decode_backend()
-    assert name == "dsv4" and type(steps) is SpecverifyDsv4MultiStepBackend
+    assert name == "dsv4" and type(steps) is SpecverifyDeepseekV4MultiStepBackend
     name, extend = draft._create_dsv4_prefill_backend()
-    assert name == "dsv4" and type(extend) is SpecverifyDsv4Backend
+    assert name == "dsv4" and type(extend) is SpecverifyDeepseekV4Backend
     assert {(row["part"], row["kernel"]) for row in door.report()} == {("target", "sparse_mla"), ("draft", "sparse_mla")}
     # A flag that is wrong is an error where the backend would be built.
     monkeypatch.setenv("SGLANG_SPECVERIFY_SPARSE_MLA", "ja")
@@ -407,7 +407,7 @@ def test_server_info_says_what_ran(kernels: list[dict[str, Any]]) -> None:
     output = SimpleNamespace(internal_state={})
     get = scheduler._with_routes(lambda scheduler, request: output)
     assert "specverify" not in get(None, None).internal_state
-    door._note(SpecverifyDsv4Backend(dsv4.make_runner(dsv4.make_pool())))
+    door._note(SpecverifyDeepseekV4Backend(dsv4.make_runner(dsv4.make_pool())))
     with dsv4.get_parallel().override(dp_rank=0, pp_rank=0, tp_rank=0):
         said = get(None, None).internal_state["specverify"]
     assert said["parts"] == {} and {row["kernel"] for row in said["sparse_mla"]} == {"sparse_mla"}

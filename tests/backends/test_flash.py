@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_specverify.backends.flash import SpecverifyFlashBackend, SpecverifyFlashDraftBackend
+from sglang_specverify.backends.flash import SpecverifyFlashAttentionBackend, SpecverifyFlashAttentionDraftBackend
 from sglang_specverify.routing import chain
 from tests.backends import batches, flash_stand_in
 from tests.backends.compare import kernels
@@ -41,12 +41,12 @@ def flash(triton_alone: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
     return flash_stand_in.calls
 
 
-def target(one: Engine) -> SpecverifyFlashBackend:
-    return SpecverifyFlashBackend(one.runner(), part="target")
+def target(one: Engine) -> SpecverifyFlashAttentionBackend:
+    return SpecverifyFlashAttentionBackend(one.runner(), part="target")
 
 
-def drafter(one: Engine) -> SpecverifyFlashDraftBackend:
-    return SpecverifyFlashDraftBackend(one.runner(is_draft=True), one.setup.topk, one.setup.steps)
+def drafter(one: Engine) -> SpecverifyFlashAttentionDraftBackend:
+    return SpecverifyFlashAttentionDraftBackend(one.runner(is_draft=True), one.setup.topk, one.setup.steps)
 
 
 @pytest.mark.parametrize("kernel", ["tile", "gather", "fused"])
@@ -134,7 +134,7 @@ def test_chains_stay_with_flash_attention(engine: Make, flash: list[Any], monkey
     add(one, LENGTHS)
     backend, container = target(one), drafter(one)
     check_stock(one, backend, verify_batch(one, backend))
-    extender = SpecverifyFlashBackend(one.runner(is_draft=True), part="draft extend")
+    extender = SpecverifyFlashAttentionBackend(one.runner(is_draft=True), part="draft extend")
     check_stock(one, extender, batches.draft_extend(one, one.runner(is_draft=True)))
     assert len(flash) == 2 and all(call["causal"] for call in flash)
     ran = [kernels(each.routes.report()) for each in (backend, extender)]
@@ -150,7 +150,7 @@ def test_chains_where_a_flag_asks(engine: Make, flash: list[Any], monkeypatch: p
     backend, container = target(one), drafter(one)
     check(one, backend, verify_batch(one, backend))
     check_draft(one, container, batches.draft(one, one.runner(is_draft=True)))
-    extender = SpecverifyFlashBackend(one.runner(is_draft=True), part="draft extend")
+    extender = SpecverifyFlashAttentionBackend(one.runner(is_draft=True), part="draft extend")
     check(one, extender, batches.draft_extend(one, one.runner(is_draft=True)))
     assert_ran(backend, target_verify="fused")
     assert_ran(container, draft_decode="fused")
@@ -171,7 +171,7 @@ def test_verify_of_a_chain_where_few_requests_run_at_once(
     check(one, backend, verify_batch(one, backend))
     assert_ran(backend, target_verify="fused")
     assert not flash
-    extender = SpecverifyFlashBackend(one.runner(is_draft=True), part="draft extend")
+    extender = SpecverifyFlashAttentionBackend(one.runner(is_draft=True), part="draft extend")
     check_stock(one, extender, batches.draft_extend(one, one.runner(is_draft=True)))
     assert kernels(extender.routes.report()) == {"draft_extend": {"stock"}} and len(flash) == 1
 

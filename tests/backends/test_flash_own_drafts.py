@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_specverify.backends import flash as backend_module
-from sglang_specverify.backends.flash import SpecverifyFlash4Backend, SpecverifyFlashBackend
+from sglang_specverify.backends.flash import SpecverifyFlashAttention4Backend, SpecverifyFlashAttentionBackend
 from sglang_specverify.backends.flash_calls import takes_fixed_length
 from tests.backends import batches, flash_stand_in
 from tests.backends.compare import kernels
@@ -43,7 +43,7 @@ def flash(triton_alone: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
 
 
 def target(one: Engine, version: int) -> Any:
-    cls = {3: SpecverifyFlashBackend, 4: SpecverifyFlash4Backend}[version]
+    cls = {3: SpecverifyFlashAttentionBackend, 4: SpecverifyFlashAttention4Backend}[version]
     return cls(one.runner(), part="target", fa_impl_ver=version)
 
 

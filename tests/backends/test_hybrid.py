@@ -12,7 +12,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, PageMajorMHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_specverify.backends.flash import SpecverifyFlashBackend, SpecverifyFlashDraftBackend
+from sglang_specverify.backends.flash import SpecverifyFlashAttentionBackend, SpecverifyFlashAttentionDraftBackend
 from sglang_specverify.backends.routes import Routes
 from sglang_specverify.backends.triton import SpecverifyTritonBackend, SpecverifyTritonDraftBackend
 from sglang_specverify.errors import SpecverifyError
@@ -30,8 +30,8 @@ LENGTHS = (5, 0, 18)
 TREE = Setup(topk=4, draft_tokens=8, windows=(-1, -1), hybrid=True)
 CHAIN = TREE.but(topk=1, draft_tokens=4)
 DRAFT = Setup(topk=4, draft_tokens=8, hybrid_draft=True)
-TARGETS = {"triton": SpecverifyTritonBackend, "flash": SpecverifyFlashBackend}
-DRAFTS = {"triton": SpecverifyTritonDraftBackend, "flash": SpecverifyFlashDraftBackend}
+TARGETS = {"triton": SpecverifyTritonBackend, "flash": SpecverifyFlashAttentionBackend}
+DRAFTS = {"triton": SpecverifyTritonDraftBackend, "flash": SpecverifyFlashAttentionDraftBackend}
 VERIFY = ForwardMode.TARGET_VERIFY
 #: base, SGLANG_SPECVERIFY_TREE_KERNEL, setup, the kernel that serves.
 CASES = {

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_specverify.backends import facts, reserve
-from sglang_specverify.backends.flash import SpecverifyFlashBackend
+from sglang_specverify.backends.flash import SpecverifyFlashAttentionBackend
 from sglang_specverify.backends.plans import OWN_DRAFTS
 from sglang_specverify.backends.reserve import MODES, Part, Sizes, bytes_of, reserve_of
 from sglang_specverify.hardware import from_name
@@ -90,7 +90,7 @@ def test_the_bound_holds_over_flash_attention(engine: Make, monkeypatch: pytest.
     monkeypatch.setenv("SGLANG_SPECVERIFY_TREE_KERNEL", "flash")
     flash_stand_in.install(monkeypatch)
     one = engine(TREE)
-    check(one, monkeypatch, SpecverifyFlashBackend(one.runner(), part="target"), "target", "fa3")
+    check(one, monkeypatch, SpecverifyFlashAttentionBackend(one.runner(), part="target"), "target", "fa3")
 
 
 def check(one: Engine, monkeypatch: pytest.MonkeyPatch, backend: Any, part: str, base: str) -> None:

@@ -105,6 +105,7 @@ def _without(name: str) -> dict[str, str]:
         (replace(CPU, entry_points=((*ENTRY[:2], "old.module:register", "x"),)), "entry point", "FAIL", "old.module"),
         (replace(CPU, entry_points=((ENTRY[0], "another", "a:b", "x"),)), "entry point", "FAIL", "no specverify"),
         (replace(CPU, environ={"SGLANG_PLUGINS": "another"}), "SGLANG_PLUGINS", "FAIL", "leaves the plugin specverify out"),
+        (replace(CPU, environ={"SGLANG_PLUGINS": " "}), "SGLANG_PLUGINS", "FAIL", "SGLANG_PLUGINS=' ' leaves the plugin"),
         (replace(CPU, environ={"SGLANG_SPECVERIFY_BASE": "fa9"}), "flags", "FAIL", "not one of"),
         (replace(CPU, environ={"SGLANG_SPECVERIFY_BAES": "fa3"}), "flags", "FAIL", "not a flag"),
         (replace(CPU, environ={"SGLANG_SPECVERIFY_DISABLE": "1"}), "flags", "warn", "switched off"),

@@ -30,5 +30,16 @@ def test_a_part_that_does_not_exist_is_refused(run: Run, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_table_that_could_not_be_written_is_refused_before_anything_is_measured(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_specverify.cli.tune.detect", lambda: Hardware("nvidia", "sm_90", "H200", 1))
+    monkeypatch.setattr("sglang_specverify.tuning.run.Gpu", None)  # nothing of it is made
+    outcome = run("tune", "--out", str(tmp_path))
+    assert outcome.code == 2
+    assert f"specverify: error: --out: got {tmp_path}, and {tmp_path} is a directory; allowed: the path of a file" in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_out_is_required(run: Run) -> None:
     assert run("tune").code == 2

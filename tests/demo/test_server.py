@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sglang_specverify.demo import scratch
 from sglang_specverify.demo import server as module
 from sglang_specverify.demo.server import HOST, Server, check_port, command, free_port
 from sglang_specverify.errors import SpecverifyError
@@ -80,6 +81,65 @@ def test_answers_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert gone(child)
     assert list(tmp_path.iterdir()) == []
     server.stop()  # idempotent
+
+
+#: Binds a socket at every path that Python and SGLang make one at, and says where.
+BINDS = """
+import multiprocessing.util, os, socket, tempfile
+from multiprocessing.connection import arbitrary_address
+zmq = tempfile.NamedTemporaryFile(delete=False).name
+os.unlink(zmq)
+memory = os.path.join(tempfile.mkdtemp(prefix="sgl_ar_fd_"), "rank_15.sock")
+multiprocessing.util.get_temp_dir()  # made by whoever asks first
+for path in (zmq, memory, arbitrary_address("AF_UNIX")):
+    assert path.startswith(os.environ["TMPDIR"] + "/")
+    socket.socket(socket.AF_UNIX).bind(path)
+    print(path, flush=True)
+"""
+
+
+def of_length(length: int, below: str) -> str:
+    """A new directory below another, its path filled up to `length`."""
+    path = below + "/" + (length - len(below) - 1) * "x"
+    os.mkdir(path)
+    return path
+
+
+@pytest.mark.parametrize("length, nested", [(30, True), (63, True), (64, False), (95, False), (200, False)])
+def test_sockets_have_valid_paths_whatever_tmpdir(length: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang alone starts, with a TMPDIR of up to 95 characters, a server does here; and beyond."""
+    standing_in(monkeypatch, BINDS)
+    with tempfile.TemporaryDirectory(prefix="sv-", dir="/tmp") as short:
+        own = of_length(length, short)
+        monkeypatch.setattr(tempfile, "tempdir", own)
+        server = Server(["x"], hardware=NO_GPU, log=Path(short) / "log").start()
+        used, process = server._scratch, server._process
+        try:
+            assert os.path.dirname(used) == (own if nested else "/tmp")
+            assert process is not None and process.wait(60) == 0, server.log_text()
+        finally:
+            server.stop()
+        assert not os.path.exists(used)
+        paths = server.log_text().splitlines()
+        assert max(map(len, paths)) == len(used) + scratch.SOCKET_BELOW <= scratch.LONGEST_SOCKET
+
+
+def test_the_longest_path_of_a_socket_is_the_systems() -> None:
+    with tempfile.TemporaryDirectory(prefix="sv-", dir="/tmp") as short, socket.socket(socket.AF_UNIX) as probe:
+        path = f"{short}/{'x' * scratch.LONGEST_SOCKET}"
+        with pytest.raises(OSError, match="path too long"):
+            probe.bind(path[: scratch.LONGEST_SOCKET + 1])
+        probe.bind(path[: scratch.LONGEST_SOCKET])
+
+
+def test_a_temporary_directory_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in bytes, as the system does; and only where the system's own will not do either."""
+    own = "/" + 32 * "ä"
+    monkeypatch.setattr(tempfile, "tempdir", own)
+    monkeypatch.setattr(scratch, "SYSTEMS_TEMPORARY", str(tmp_path / "absent"))
+    with pytest.raises(SpecverifyError, match=f"the temporary directory {own} is too long .*absent cannot be used") as caught:
+        Server(["x"], hardware=NO_GPU, log=tmp_path / "log").start()
+    assert "TMPDIR to a directory whose path has 63 bytes or fewer" in caught.value.remedy
 
 
 def test_death_at_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

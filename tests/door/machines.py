@@ -118,6 +118,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama4": {**_LLAMA, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "head_dim": 128, **_LLAMA4},
     "exaone4": {**_WINDOWED, "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "sliding_window_pattern": "LG"},
     "deepseek-v3": {**_MLA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    "lfm2": {**_LLAMA, "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "deepseek-v4": {**_MLA, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", **_V4},
 }
 

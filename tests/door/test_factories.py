@@ -23,8 +23,8 @@ from tests.door.machines import machine
 from tests.door.resolve import CHAIN, PLUGIN, TREE, arguments, resolve
 
 CLASSES = {
-    "fa3": ("SpecverifyFlashBackend", "SpecverifyFlashDraftBackend"),
-    "fa4": ("SpecverifyFlash4Backend", "SpecverifyFlash4DraftBackend"),
+    "fa3": ("SpecverifyFlashAttentionBackend", "SpecverifyFlashAttentionDraftBackend"),
+    "fa4": ("SpecverifyFlashAttention4Backend", "SpecverifyFlashAttention4DraftBackend"),
     "triton": ("SpecverifyTritonBackend", "SpecverifyTritonDraftBackend"),
     "aiter": ("SpecverifyAiterBackend", "SpecverifyAiterDraftBackend"),
 }
@@ -203,7 +203,7 @@ def test_a_draft_runner_has_its_own_target_backend(models: dict[str, Path], monk
     config = SimpleNamespace(is_encoder_decoder=False)
     runner = SimpleNamespace(server_args=raw, is_draft_worker=True, model_config=config)
     backend = ATTENTION_BACKENDS["fa3"](runner)
-    assert type(backend).__name__ == "SpecverifyFlashBackend"
+    assert type(backend).__name__ == "SpecverifyFlashAttentionBackend"
     assert backend.given[1]["part"] == "draft"
     assert set(door._built) == {"draft"}
 

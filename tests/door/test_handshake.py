@@ -22,7 +22,7 @@ ALL = frozenset({"target", "draft decode", "draft extend"})
 
 
 def record(rank: int = 0, parts: frozenset[str] = ALL, version: str = __version__) -> dict[str, Any]:
-    return {"version": version, "rank": {"tp_rank": rank}, "parts": {part: "SpecverifyFlashBackend" for part in parts}}
+    return {"version": version, "rank": {"tp_rank": rank}, "parts": {part: "SpecverifyFlashAttentionBackend" for part in parts}}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,21 +153,20 @@ REFUSALS = {
         "did you mean SGLANG_SPECVERIFY_CHAIN",
         (("SGLANG_SPECVERIFY_CHIAN", "0"),),
     ),
-    "a model whose rules force another backend": Refusal(
+    "a model that the only base does not serve": Refusal(
+        "none",
+        PLUGIN,
+        "no base can serve this on no GPU: triton: SGLang refuses triton for Lfm2ForCausalLM",
+        "leave specverify out: SGLang then chooses a backend",
+        model="lfm2",
+    ),
+    "a base for a model that SGLang refuses with it": Refusal(
         "SM90",
         PLUGIN,
-        "there is no subclass for what they chose: --attention-backend became dsv4",
-        "leave --attention-backend out",
-        model="deepseek-v4",
-        explained=False,
-    ),
-    "the same on Blackwell": Refusal(
-        "SM100",
-        PLUGIN,
-        "--attention-backend became dsv4",
-        "leave --attention-backend out",
-        model="deepseek-v4",
-        explained=False,
+        "SGLANG_SPECVERIFY_BASE=triton cannot serve here: SGLang refuses triton for Lfm2ForCausalLM",
+        "choose one that can: fa3, fa4",
+        (("SGLANG_SPECVERIFY_BASE", "triton"),),
+        "lfm2",
     ),
 }
 
@@ -188,12 +188,47 @@ def test_refusal(case: str, models: dict[str, Path], monkeypatch: pytest.MonkeyP
         assert said.value.remedy == raised.value.remedy
 
 
-@pytest.mark.usefixtures("door")
-@pytest.mark.parametrize("value", ["", " ", "specverify", "other, specverify"])
-def test_plugin_filters_that_keep_the_plugin(value: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "value", ["", "specverify", "other, specverify", ",specverify,", " ", ",", " , ", "other", "specverify2"]
+)
+@pytest.mark.usefixtures("unregistered")
+def test_plugin_filters_are_read_as_sglang_reads_them(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own loader, asked which of the installed plugins it lets in."""
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
+
     monkeypatch.setenv("SGLANG_PLUGINS", value)
-    check_plugin_filter(value)
-    assert resolve("SM90", arguments("SM90", models, "qwen3", PLUGIN))[1].attention_backend == "fa3"
+    if "specverify" in load_plugins_by_group(GENERAL_PLUGINS_GROUP):
+        assert not value or "specverify" in value.replace(" ", "").split(",")
+        check_plugin_filter(value)
+    else:
+        assert value.strip(" ,") in ("", "other", "specverify2") and value
+        with pytest.raises(SpecverifyError, match="leaves the plugin specverify out") as raised:
+            check_plugin_filter(value)
+        assert raised.value.remedy == "add specverify to SGLANG_PLUGINS, or unset it"
+
+
+@pytest.mark.usefixtures("door")
+@pytest.mark.parametrize("value", [" ", ","])
+def test_a_plugin_filter_without_a_name_is_refused(value: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", value)
+    with pytest.raises(SpecverifyError, match="leaves the plugin specverify out"):
+        resolve("SM90", arguments("SM90", models, "qwen3", PLUGIN))
+
+
+@pytest.mark.usefixtures("door")
+def test_a_rule_that_forces_a_backend_without_a_subclass(models: dict[str, Path]) -> None:
+    """One that the door does not know of, such as another plugin's for a model."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    def force(server_args: Any, previous: Any) -> None:
+        previous(server_args)
+        declare_resolution(server_args, "a test", attention_backend="flashinfer")
+
+    register_resolution_hook("handle_model_specific_adjustments")(force)
+    with pytest.raises(SpecverifyError, match="no subclass for what they chose: --attention-backend became flashinfer") as raised:
+        resolve("SM90", arguments("SM90", models, "qwen3", PLUGIN))
+    assert "leave --attention-backend out" in raised.value.remedy
 
 
 @pytest.mark.usefixtures("door")

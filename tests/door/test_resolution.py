@@ -180,6 +180,30 @@ def test_pages_that_sglang_forces_after_the_model_step(name: str, base: str, mod
     assert (view.page_size, view.attention_backend) == (64, base)
 
 
+_DP = "--enable-dp-attention --tp-size 2 --dp-size 2"
+_OTHER_WAYS = [
+    # Adaptive drafts are chains; SGLang switches them off where it cannot synchronise them, and then chooses a tree.
+    ("EAGLE", "--speculative-adaptive", 1, 128),
+    ("NEXTN", "--speculative-adaptive", 1, 128),
+    ("eagle", "--speculative-adaptive", 1, 128),
+    ("EAGLE", f"--speculative-adaptive {_DP}", 4, 1),
+    ("nextn", f"--speculative-adaptive {_DP}", 4, 1),
+    ("EAGLE", "--speculative-adaptive --enable-multi-layer-eagle", 4, 1),
+    # It asks for this name in capitals, after it has made them.
+    ("standalone", "", 1, 128),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options", "topk", "page_size"), _OTHER_WAYS)
+def test_trees_that_sglang_chooses_after_all(
+    algorithm: str, options: str, topk: int, page_size: int, models: dict[str, Path]
+) -> None:
+    """On SM100 the tree that is expected must be the one that comes: SGLang forces pages of 128 for a chain alone."""
+    draft = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {{qwen3}} {options}"
+    _, view = resolve("SM100", arguments("SM100", models, "llama-128", f"{PLUGIN} {draft}"))
+    assert (view.speculative_eagle_topk, view.page_size, view.attention_backend) == (topk, page_size, "fa4")
+
+
 def test_a_server_that_does_not_ask_is_left_alone(models: dict[str, Path]) -> None:
     """Same resolution as in a process without the plugin, even with a flag of the plugin that is wrong."""
     from sglang.srt.arg_groups import resolution_hooks

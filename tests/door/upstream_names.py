@@ -34,7 +34,7 @@ def _methods(cls: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 NAMES: tuple[str, ...] = (
     # Loading a plugin, and the command line.
-    *_in("plugins", "load_plugins"),
+    *_in("plugins", "load_plugins", "load_plugins_by_group", "GENERAL_PLUGINS_GROUP"),
     *_in(
         "arg_groups.choices",
         "ATTENTION_BACKEND_CHOICES",
@@ -58,7 +58,23 @@ NAMES: tuple[str, ...] = (
         "_deterministic_attention_backend",
         "_fa4_page_constraint",
         "_page_size_default",
+        "_hrm_text_attention_force",
+        "ResolvedView",
     ),
+    # Models that it does not serve with a base, or serves with a backend of its own.
+    *_in("arg_groups.model_hook", "handle_model_specific_adjustments", "handle_model_capability_adjustments"),
+    *_in("arg_groups.model_overrides.deepseek_v2", "_deepseek_family_overrides"),
+    *_in("arg_groups.model_overrides.iquest_q1", "_iquest_q1_overrides"),
+    *_in("arg_groups.model_overrides.minicpm", "_minicpm_sala_overrides"),
+    *_in("arg_groups.model_overrides.minimax_m3", "_minimax_m3_overrides"),
+    *_in("arg_groups.model_overrides.moss_vl", "_moss_vl_overrides"),
+    *_in("configs.model_config", "is_deepseek_dsa", "is_deepseek_v4", "is_minimax_sparse"),
+    *_in("configs.minicpm", "MiniCPMHybridConfig.has_minicpm_sparse_attention"),
+    *_in("layers.attention.qsa.config", "is_qwen_qsa", "parse_qsa_profile"),
+    *_in("models.inkling_common.attn", "InklingAttention.forward"),
+    *_in("models.dots3_common.modeling", "Dots3AttentionMLA.dispatch_attn_forward_method"),
+    *_in("speculative.adaptive_spec_params", "adaptive_unsupported_reason"),
+    *_in("utils.hf_transformers.config", "get_config"),
     *_in(
         "arg_groups.speculative_hook",
         "_auto_choose_speculative_params",

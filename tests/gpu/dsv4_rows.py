@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_specverify.backends.dsv4 import SpecverifyDsv4Backend
+from sglang_specverify.backends.dsv4 import SpecverifyDeepseekV4Backend
 from sglang_specverify.kernels.sparse_mla import SGLANG_MIN_AMAX, deepseek_v41_quantize_cache
 from sglang_specverify.kernels.sparse_mla.bounds import RELATIVE_L2, rejections, relative_l2
 from sglang_specverify.kernels.sparse_mla.formats import FORMATS
@@ -225,7 +225,7 @@ def flash_mla(c: Checker) -> None:
     pool, g = dsv4.make_pool("v4", None, device=c.device), torch.Generator().manual_seed(4)
     x = torch.randn(WRITTEN, 512, generator=g).to(c.device, torch.bfloat16)
     pool.set_swa_key_buffer_radix_fused(0, torch.arange(WRITTEN, dtype=torch.int32, device=c.device), x)
-    backend = SpecverifyDsv4Backend(dsv4.make_runner(pool, device=c.device))
+    backend = SpecverifyDeepseekV4Backend(dsv4.make_runner(pool, device=c.device))
     lists = {name: value.to(c.device) for name, value in lists_of(8, 512, 3, 0.0).items()}
     backend.forward_metadata = dsv4.metadata(0, lists)
     backend.forward_metadata.core_attn_metadata.c0_flashmla_metadata = get_mla_metadata()[0]

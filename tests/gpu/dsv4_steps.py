@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_specverify.backends.dsv4 import SpecverifyDsv4Backend
+from sglang_specverify.backends.dsv4 import SpecverifyDeepseekV4Backend
 from sglang_specverify.kernels.sparse_mla.bounds import rejections
 from tests.backends import dsv4
 
@@ -37,7 +37,7 @@ class Step:
         if self.gap:
             _spread_pages(pool, self.layer, self.gap)
         self.pool = pool
-        self.backend = SpecverifyDsv4Backend(dsv4.make_runner(pool, device=self.device))
+        self.backend = SpecverifyDeepseekV4Backend(dsv4.make_runner(pool, device=self.device))
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         seam = self.backend._flash_mla_with_kvcache
         self.backend._flash_mla_with_kvcache = lambda **call: self.seen.append(seam(**call)) or self.seen[-1]

@@ -211,9 +211,9 @@ class _backends:
 
             backend: Any = SpecverifyTritonBackend(runner, part="target")
         else:
-            from sglang_specverify.backends.flash import SpecverifyFlashBackend
+            from sglang_specverify.backends.flash import SpecverifyFlashAttentionBackend
 
-            backend = SpecverifyFlashBackend(runner, part="target", fa_impl_ver=3)
+            backend = SpecverifyFlashAttentionBackend(runner, part="target", fa_impl_ver=3)
         backend.published = published
         self.built.append(backend)
         return backend

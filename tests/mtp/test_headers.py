@@ -52,6 +52,10 @@ def _header(text: bytes) -> Callable[[bytes], bytes]:
     return lambda data: len(text).to_bytes(8, "little") + text
 
 
+NO_SIZE = (b"-1", b"1.0", b"true", b"Infinity", b'"1"', b"null")
+NO_SIZES = (b"1", b'"12"', b"{}", *(b"[%s]" % size for size in NO_SIZE))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -64,7 +68,14 @@ def _header(text: bytes) -> Callable[[bytes], bytes]:
         (_header(b"[1, 2]"), "its header is not what safetensors writes"),
         (_header(b'{"a": {"dtype": "BF16", "shape": [1]}}'), "its header is not what"),
         (_header(b'{"a": {"dtype": 3, "shape": [1], "data_offsets": [0, 0]}}'), "its header is not what"),
-        (_header(b'{"a": {"dtype": "BF16", "shape": 1, "data_offsets": [0, 0]}}'), "its header is not what"),
+        *(
+            (_header(b'{"a": {"dtype": "BF16", "shape": %s, "data_offsets": [0, 0]}}' % shape), "its header is not what")
+            for shape in NO_SIZES
+        ),
+        *(
+            (_header(b'{"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, %s]}}' % end), "its header is not what")
+            for end in NO_SIZE
+        ),
     ],
 )
 def test_a_damaged_file_is_named(damage: Callable[[bytes], bytes], says: str, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_an_entry_that_names_an_expert(entry: str) -> None:
     ],
 )
 def test_an_entry_that_does_not(entry: str) -> None:
-    assert Excludes([entry, None, 3]).find(EXPERT, 60) is None
+    assert Excludes([entry]).find(EXPERT, 60) is None
 
 
 def test_a_broken_pattern_is_named(tmp_path: Path) -> None:
@@ -156,4 +156,4 @@ def test_specs() -> None:
     assert type_of_spec(FP8_SPEC) == ("fp8", "per_tensor")
     assert type_of_spec(BLOCK_SPEC) == ("fp8", "per_block")
     assert type_of_spec({"weight": {**MXFP4_SPEC["weight"], "group_size": 16}}) == ("nvfp4", "per_group")
-    assert type_of_spec({"weight": None}) == type_of_spec({}) == ("", "")
+    assert type_of_spec({"weight": None}) == type_of_spec({"weight": {"dtype": None}}) == type_of_spec({}) == ("", "")

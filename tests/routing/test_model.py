@@ -136,6 +136,10 @@ def test_a_kind_of_layer_that_nobody_knows_is_carried_as_unknown() -> None:
         ({"compress_ratios": [4, 128]}, "sparse attention"),
         ({"indexer_n_heads": 8}, "sparse attention"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "sparse attention"),
+        (
+            {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm_sala", "sparse_config": {"topk": 64}},
+            "sparse attention",
+        ),
         ({"alibi": True}, "alibi"),
         ({"attn_logit_softcapping": 30.0, "attn_logit_softcapping_method": "hard"}, "logit_capping_method"),
         ({"layer_types": ["sliding_attention"] * 6}, "sliding window of unknown size"),

@@ -64,6 +64,59 @@ def test_a_run_killed_while_it_wrote_loses_only_that(tmp_path: Path) -> None:
     assert State.load(path, BELONGS).measured == {"a": Measured((1.0,)), "c": Measured((3.0,))}
 
 
+def test_a_run_killed_at_any_byte_goes_on_with_what_was_whole(tmp_path: Path) -> None:
+    """Wherever the file ends: in the header, in a measurement, or inside a character of several bytes."""
+    path = tmp_path / "state.jsonl"
+    belongs = BELONGS | {"hardware": "H200 à 2"}
+    state = State.load(path, belongs)
+    state.add("a", Measured((1.0,)))
+    state.add("b", Measured((), "wrong output"))
+    # As a file is that a person or another program wrote: characters as they are.
+    lines = [json.dumps(json.loads(line), ensure_ascii=False).encode() for line in path.read_text().splitlines()]
+    whole = b"".join(line + b"\n" for line in lines)
+    assert len(whole) > len(whole.decode())
+    ends = [len(b"\n".join(lines[:count])) for count in (1, 2, 3)]
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        resumed = State.load(path, belongs)
+        # A line is whole without the end of the line, too.
+        kept = {key: value for key, value, at in zip("ab", state.measured.values(), ends[1:], strict=True) if end >= at}
+        assert resumed.measured == kept
+        resumed.add("c", Measured((3.0,)))
+        resumed.add("d", Measured((4.0,)))
+        assert State.load(path, belongs).measured == kept | {"c": Measured((3.0,)), "d": Measured((4.0,))}
+        # Whose measurements they are is known again, once.
+        headers = [line for line in path.read_bytes().splitlines() if line.endswith(b"}") and b'"key"' not in line]
+        assert [json.loads(line) for line in headers] == [belongs]
+        with pytest.raises(SpecverifyError, match="holds measurements of another triton"):
+            State.load(path, belongs | {"triton": "other"})
+
+
+def test_a_file_that_is_removed_meanwhile_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    state = State.load(path, BELONGS)
+    state.add("a", Measured((1.0,)))
+    path.unlink()
+    state.add("b", Measured((2.0,)))
+    assert State.load(path, BELONGS).measured == {"b": Measured((2.0,))}
+
+
+def test_measurements_that_belong_to_nobody_knows_what_are_kept_and_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    State.load(path, BELONGS).add("a", Measured((1.0,)))
+    whole = path.read_bytes()
+    header, _, rest = whole.partition(b"\n")
+    path.write_bytes(header[:20] + b"\n" + rest)
+    damaged = path.read_bytes()
+    with pytest.raises(SpecverifyError, match=r"does not say what its measurements \(1\) belong to") as caught:
+        State.load(path, BELONGS)
+    assert path.read_bytes() == damaged
+    # The remedy works.
+    assert header.decode() in caught.value.remedy
+    path.write_bytes(header + b"\n" + damaged)
+    assert State.load(path, BELONGS).measured == {"a": Measured((1.0,))}
+
+
 @pytest.mark.parametrize("name", list(BELONGS))
 def test_measurements_of_something_else_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "state.jsonl"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_specverify.errors import SpecverifyError
+from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import Hardware
 from sglang_specverify.kernels import plan, tables
 from sglang_specverify.kernels.launch import LaunchConfig
@@ -118,6 +119,37 @@ def test_parts_can_be_chosen() -> None:
         SpecverifyError, match="nothing to tune with --kernel fused --only 'rows 7'; there are\n  fused rows 1-16"
     ):
         run.chosen("fused", "rows 7")
+
+
+@pytest.mark.parametrize("taken", ["new.json", "new.partial.jsonl", "new.writing"])
+def test_a_directory_in_place_of_a_file_is_refused(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).mkdir()
+    with pytest.raises(
+        ArgumentError, match=re.escape(f"--out: got {tmp_path / 'new.json'}, and {tmp_path / taken} is a directory")
+    ):
+        run.check_out(tmp_path / "new.json")
+
+
+@pytest.mark.parametrize("out", [".", "", "..", "/"])
+def test_paths_without_a_file_name_are_refused(out: str) -> None:
+    with pytest.raises(ArgumentError, match="is a directory; allowed: the path of a file"):
+        run.check_out(Path(out))
+
+
+def test_a_directory_that_cannot_be_made_or_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match=re.escape(f"{tmp_path / 'file'} is no directory")):
+        run.check_out(tmp_path / "file" / "new" / "sm_90.json")
+    run.check_out(tmp_path / "new" / "sm_90.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    state = run.state_path(tmp_path / "sm_90.json")
+    state.touch()
+    run.check_out(tmp_path / "sm_90.json")
+    # Permissions do not bind every user who may run this.
+    for denied, says in ((tmp_path, "cannot be written"), (state, "beside it cannot be read and written")):
+        monkeypatch.setattr("os.access", lambda path, mode, denied=denied: path != denied)
+        with pytest.raises(ArgumentError, match=re.escape(f"{denied} {says}")):
+            run.check_out(tmp_path / "sm_90.json")
 
 
 def test_another_vendor_is_refused() -> None:

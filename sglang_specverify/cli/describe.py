@@ -26,9 +26,11 @@ from sglang_specverify.routing import (
     require,
 )
 from sglang_specverify.routing.facts import DRAFT_MODELS
+from sglang_specverify.routing.launch import check_launch
 from sglang_specverify.routing.model import Description, LayerGroup, describe, read_config
 from sglang_specverify.routing.model_rules import check_model
-from sglang_specverify.routing.server import ServerLine, parse, server_facts
+from sglang_specverify.routing.options import ServerLine, parse
+from sglang_specverify.routing.server import server_facts
 
 _DRAFT_MODES = (Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND)
 #: The options that may name the plugin, the draft's last.
@@ -114,11 +116,14 @@ def explain(
     config = read_config(path)
     target = _describe(config, line)
     asked = _asked(line)
+    if PLUGIN in asked:
+        check_launch(line)
     check_request(*asked, mode=line.mode, speculation=line.algorithm is not None)
-    server = server_facts(line, target, "", hardware.has_gpu)
+    draft_config = _draft_config(line)
+    server = server_facts(line, target, "", hardware.has_gpu, draft_config)
     base = choose_base(hardware, target.facts, server, flags, installed)
     server = dataclasses.replace(server, base=base.base, page_size=_page_size(server, base.base, hardware, target))
-    draft, draft_note = _draft(line, target)
+    draft, draft_note = _draft(line, server.algorithm, target, draft_config)
     sparse = explain_sparse(config, line, hardware, flags)
     # Such a model's attention never reaches a backend that the line names.
     rows = () if sparse else tuple(_rows(line, asked, hardware, server, flags, target, draft))
@@ -163,12 +168,18 @@ def _page_size(server: ServerFacts, base: str, hardware: Hardware, model: Descri
     return 128 if base == "fa4" and blackwell and server.topk <= 1 and not model.facts.is_mla else server.page_size
 
 
-def _draft(line: ServerLine, target: Description) -> tuple[Description, tuple[str, ...]]:
+def _draft_config(line: ServerLine) -> dict[str, Any] | None:
     path = line.values.get("--speculative-draft-model-path")
-    if line.algorithm not in DRAFT_MODELS:
+    return read_config(path) if line.algorithm is not None and path is not None and Path(path).exists() else None
+
+
+def _draft(
+    line: ServerLine, algorithm: str | None, target: Description, config: dict[str, Any] | None
+) -> tuple[Description, tuple[str, ...]]:
+    if algorithm not in DRAFT_MODELS:
         return target, ()
-    if path is not None and Path(path).exists():
-        return _describe(read_config(path), line), ()
+    if config is not None:
+        return _describe(config, line), ()
     attending = [group for group in target.groups if group.facts.kind is not LayerKind.LINEAR]
     whole = [group for group in attending if group.facts.window < 0] or attending
     note = "the draft's config.json is not at hand: its rows show an attention layer of the target's kind"
@@ -184,7 +195,7 @@ def _rows(
     target: Description,
     draft: Description,
 ) -> Iterator[Row]:
-    for mode in _modes(line):
+    for mode in _modes(server.algorithm):
         ours, backend = _backend_of(mode, line, asked)
         model, name = (draft, "draft") if mode in _DRAFT_MODES else (target, "target")
         for group in model.groups:
@@ -195,10 +206,10 @@ def _rows(
             yield Row(mode, name, group, decision)
 
 
-def _modes(line: ServerLine) -> tuple[Mode, ...]:
-    if line.algorithm is None:
+def _modes(algorithm: str | None) -> tuple[Mode, ...]:
+    if algorithm is None:
         return (Mode.PREFILL, Mode.DECODE)
-    if line.algorithm in DRAFT_MODELS:
+    if algorithm in DRAFT_MODELS:
         return (Mode.TARGET_VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND, Mode.PREFILL, Mode.DECODE)
     return (Mode.TARGET_VERIFY, Mode.PREFILL, Mode.DECODE)
 

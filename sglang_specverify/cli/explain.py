@@ -29,7 +29,7 @@ def explain(
 ) -> None:
     """Explain base and kernels for a model and a server line. Needs no GPU, no SGLang and no weights.
 
-    Example: specverify explain --model DIR --hardware H200 -- --speculative-algorithm EAGLE --speculative-num-steps 3
+    Example: specverify explain --model DIR --hardware H200 -- --speculative-algorithm EAGLE --max-running-requests 8
     """
     if aiter is None:
         aiter = find_spec("aiter") is not None if hardware == "auto" else True

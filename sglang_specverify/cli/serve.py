@@ -15,7 +15,8 @@ from sglang_specverify.door.resolution import check_plugin_filter
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.hardware import Hardware, detect
 from sglang_specverify.routing.base import PLUGIN, check_request
-from sglang_specverify.routing.server import ServerLine, names_option, parse
+from sglang_specverify.routing.launch import check_launch
+from sglang_specverify.routing.options import ServerLine, parse
 
 #: What a server without a GPU needs: option and value, and the spellings by which a user may have settled it.
 _WITHOUT_GPU: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -53,22 +54,24 @@ def command(
         The argument vector, this Python first, and the environment variables to add.
 
     Raises:
-        SpecverifyError: a line that asks for another attention backend, or that verify would not reach.
+        SpecverifyError: a line that asks for another attention backend, that verify would not reach, or whose schedulers would
+            load no plugin.
     """
     environ = os.environ if environ is None else environ
     line = parse(arguments)
-    filled = filled_in(arguments, line, hardware)
+    check_launch(line)
+    filled = filled_in(line, hardware)
     attention, prefill, decode, draft = line.backends
     asked = PLUGIN if filled[:2] == ["--attention-backend", PLUGIN] else attention
     check_request(asked, prefill, decode, draft, mode=line.mode, speculation=line.algorithm is not None)
     extra = {} if _has_gpu(line, hardware) else dict(_ENVIRONMENT_WITHOUT_GPU)
-    if any(names_option(argument, _ASKS_TO_COMPILE) for argument in arguments):
+    if _ASKS_TO_COMPILE in line.switches:
         extra.pop("TORCH_COMPILE_DISABLE", None)
     argv = [sys.executable, "-m", "sglang.launch_server", *arguments, *filled]
     return argv, {name: value for name, value in extra.items() if name not in environ}
 
 
-def filled_in(arguments: Sequence[str], line: ServerLine, hardware: Hardware) -> list[str]:
+def filled_in(line: ServerLine, hardware: Hardware) -> list[str]:
     """The arguments that `command` adds, each one that the user did not settle.
 
     Raises:
@@ -86,7 +89,7 @@ def filled_in(arguments: Sequence[str], line: ServerLine, hardware: Hardware) ->
         added += ["--attention-backend", PLUGIN]
     if not _has_gpu(line, hardware):
         for option, settled in _WITHOUT_GPU:
-            if not any(names_option(argument, spelling) for argument in arguments for spelling in settled):
+            if not line.named.intersection(settled):
                 added += option
     return added
 

@@ -10,8 +10,8 @@ from sglang_specverify import flags
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.flags import Flags
 from sglang_specverify.hardware import Hardware
+from sglang_specverify.routing.options import ServerLine
 from sglang_specverify.routing.route import Decision, require
-from sglang_specverify.routing.server import ServerLine
 from sglang_specverify.routing.sparse_mla import (
     PoolRequest,
     SparseCall,

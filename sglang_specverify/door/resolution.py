@@ -20,6 +20,7 @@ from sglang_specverify.errors import SpecverifyError, show_without_traceback
 from sglang_specverify.hardware import Hardware, from_sglang_platform
 from sglang_specverify.routing.base import PLUGIN, BaseDecision, ModelFacts, check_request, check_server, choose_base, refusal_of
 from sglang_specverify.routing.facts import ServerFacts, algorithm_name
+from sglang_specverify.routing.launch import check_start
 from sglang_specverify.routing.model import describe
 
 logger = logging.getLogger(__name__)
@@ -77,16 +78,7 @@ def register_hooks(problem: SpecverifyError | None = None) -> None:
 
 def _check_launch(server_args: Any) -> None:
     """Refuse what would lose the plugin on the way to the process that serves, or the handshake that shows it."""
-    if server_args.use_ray:
-        raise SpecverifyError(
-            "--use-ray: SGLang's Ray actors load no plugin, so they would serve the stock backend",
-            "leave --use-ray out",
-        )
-    if server_args.smg_grpc_mode or server_args.grpc_mode:
-        raise SpecverifyError(
-            "gRPC mode starts its schedulers by itself, and no handshake would show whether they hold the plugin",
-            "serve over HTTP; --grpc-port beside it is fine",
-        )
+    check_start(ray=server_args.use_ray, grpc=server_args.smg_grpc_mode or server_args.grpc_mode)
     check_plugin_filter(os.environ.get("SGLANG_PLUGINS", ""))
     check_request(
         *(getattr(server_args, field) for field in FIELDS),
@@ -145,17 +137,31 @@ def server_facts(server_args: Any) -> ServerFacts:
     view = resolving_view(server_args)
     return ServerFacts(
         base="",
-        algorithm=algorithm_name(view.speculative_algorithm),
+        algorithm=_algorithm(view),
         topk=_topk(server_args, view),
         num_steps=view.speculative_num_steps or 0,
         num_draft_tokens=view.speculative_num_draft_tokens or 0,
         page_size=view.page_size or 1,
         dtype=view.dtype,
         kv_cache_dtype=view.kv_cache_dtype,
-        deterministic=bool(view.enable_deterministic_inference),
+        # SGLang derives the one from the other after the base is chosen.
+        deterministic=bool(view.enable_deterministic_inference or view.rl_on_policy_target is not None),
         two_batch_overlap=bool(view.enable_two_batch_overlap),
         plan_stream=flags.switch("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
     )
+
+
+def _algorithm(view: Any) -> str | None:
+    """The algorithm as SGLang's speculative step is going to resolve it: a draft may turn EAGLE into another."""
+    from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
+
+    name = algorithm_name(view.speculative_algorithm)
+    if name != "EAGLE" or view.speculative_draft_model_path is None:
+        return name
+    try:
+        return str(_resolve_speculative_algorithm_alias(name, view.speculative_draft_model_path, view.trust_remote_code))
+    except Exception:  # the draft is not readable yet, or not at all: SGLang says so in its own step
+        return name
 
 
 def _topk(server_args: Any, view: Any) -> int:

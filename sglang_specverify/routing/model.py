@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.routing.base import ModelFacts
+from sglang_specverify.routing.context import context_length
 from sglang_specverify.routing.facts import LayerFacts, LayerKind
 from sglang_specverify.routing.layers import Label, labels, window_is_ignored, window_size
 from sglang_specverify.routing.model_rules import sparse_kind
@@ -43,8 +44,8 @@ class LayerGroup:
 class Description:
     """A model as far as attention is concerned.
 
-    `dtype` is the checkpoint's; `states` goes into `ServerFacts.unknown`; `notes` are for people; `context` is the most
-    positions that the config names, 0 where it names none.
+    `dtype` is the checkpoint's; `states` goes into `ServerFacts.unknown`; `notes` are for people; `context` is how many tokens
+    SGLang lets a request have by the config, 0 where it names no number.
     """
 
     architectures: tuple[str, ...]
@@ -113,7 +114,7 @@ def describe(config: Mapping[str, Any], tensor_parallel: int = 1, *, minicpm_den
         facts,
         frozenset(reader.states()),
         tuple(reader.notes()),
-        _positive(text.get("max_position_embeddings")),
+        context_length(text),
     )
 
 

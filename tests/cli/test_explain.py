@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang_specverify.hardware import from_name
 from tests.cli.conftest import Run
 from tests.routing.configs import DEEPSEEK_V3, GPT_OSS_20B, MODELS, NAMED, QWEN3_5, QWEN3_8B, Config
 
+_ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).with_name("explain.txt")
 HARDWARE = ("sm_90", "sm_100", "sm_103", "sm_107", "gfx942", "gfx950", "none")
 LINES = {
@@ -148,6 +150,9 @@ def test_page_size_that_sglang_sets_itself(model: Any) -> None:
         ("--speculative-algorithm NGRAM --page-size 16", "needs page size 1"),
         ("--speculative-algorithm EAGLE --decode-attention-backend specverify", "verify would not reach the plugin"),
         (f"{LINES['tree']} --enable-two-batch-overlap", "two-batch-overlap"),
+        ("--use-ray", "Ray actors load no plugin"),
+        ("--smg-grpc-mode", "whether they hold the plugin"),
+        ("--speculative-algorithm EAGLE --speculative-num-steps 3", "came without --speculative-eagle-topk"),
         ("--tp-size 3", "do not divide over 3"),
         ("--kv-cache-dtype mxfp8", "no base can serve this on SM90"),
     ],
@@ -215,6 +220,24 @@ def test_bad_input(run: Run, arguments: tuple[str, ...], says: str) -> None:
     outcome = run("explain", *hardware, *arguments)
     assert outcome.code == 2
     assert says in outcome.err
+
+
+def _documented() -> list[str]:
+    """The commands of README and docs, as a shell joins their lines."""
+    pages = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").replace("\\\n", "").splitlines()]
+    return [line.strip().partition(" #")[0] for line in lines if line.strip().startswith("specverify explain -")]
+
+
+@pytest.mark.parametrize("command", _documented())
+def test_documented_commands(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(_ROOT)
+    outcome = run(*shlex.split(command)[1:])
+    assert outcome.code == 0, outcome.err
+
+
+def test_there_are_documented_commands() -> None:
+    assert len(_documented()) >= 2
 
 
 if __name__ == "__main__":

@@ -69,6 +69,16 @@ def test_a_device_that_is_not_there_is_left_to_sglang() -> None:
         ("--attention-backend=specverify", BACKEND),
         ("--speculative-draft-attention-backend specverify --attention-backend triton", BACKEND),
         ("--prefill-attention-backend specverify --decode-attention-backend specverify", BACKEND),
+        # Cut short, as SGLang's parser takes them.
+        ("--attention-backen specverify", BACKEND),
+        ("--attention-b=specverify", BACKEND),
+        ("--dev=cpu", ["--device", "cpu"]),
+        ("--dt bfloat16", ["--dtype", "float32"]),
+        ("--cuda-graph-backend-d disabled", ["--disable-cuda-graph"]),
+        ("--cuda-graph-c={}", ["--disable-cuda-graph"]),
+        ("--max-t 99", ["--max-total-tokens", "4096"]),
+        ("--mem=0.2", ["--mem-fraction-static", "0.5"]),
+        ("--sleep-on", ["--sleep-on-idle"]),
     ],
 )
 def test_what_the_user_settled_is_not_filled_in(line: str, missing: list[str]) -> None:
@@ -101,6 +111,19 @@ def test_another_backend_is_refused(backend: str, remedy: str) -> None:
     with pytest.raises(SpecverifyError, match=f"--attention-backend {backend} conflicts") as caught:
         command(["--model-path", "M", "--attention-backend", backend], GPU)
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("option", ["--attention-backen", "--attention-b"])
+@pytest.mark.parametrize("written", ["{} triton", "{}=triton"])
+def test_another_backend_is_refused_however_it_is_written(option: str, written: str) -> None:
+    with pytest.raises(SpecverifyError, match="--attention-backend triton conflicts"):
+        command(["--model-path", "M", *written.format(option).split()], GPU)
+
+
+@pytest.mark.parametrize("line", ["--use-ray", "--us", "--grpc-mode", "--smg-grpc-mode"])
+def test_a_server_whose_schedulers_would_not_load_the_plugin_is_refused(line: str) -> None:
+    with pytest.raises(SpecverifyError, match=r"load no plugin|whether they hold the plugin"):
+        command(["--model-path", "M", line], GPU)
 
 
 @pytest.mark.parametrize(

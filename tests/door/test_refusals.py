@@ -30,13 +30,12 @@ class Refusal:
 
 
 REFUSALS = {
-    "Ray": Refusal("SM90", f"{PLUGIN} --use-ray", "Ray actors load no plugin", "leave --use-ray out", explained=False),
+    "Ray": Refusal("SM90", f"{PLUGIN} --use-ray", "Ray actors load no plugin", "leave --use-ray out"),
     "gRPC mode": Refusal(
         "SM90",
         f"{PLUGIN} --smg-grpc-mode",
         "no handshake would show whether they hold the plugin",
         "serve over HTTP",
-        explained=False,
     ),
     "plugin filter": Refusal(
         "SM90",

@@ -72,6 +72,18 @@ def model_layers(runner: ModelRunner) -> Iterable[RadixAttention]:
     return (layer for layer in found if places is None or layer.layer_id in places)
 
 
+def padded(requests: int) -> int:
+    """The most requests of a batch, with those that SGLang pads it by, where up to `requests` run at once.
+
+    It pads to whole groups of attention ranks, past the end of the request pool: graphs where the ranks gather what they
+    computed, and other batches too where they keep in step with one another.
+    """
+    from sglang.srt.utils.common import get_cuda_graph_batch_size_alignment, get_eager_max_batch_size
+
+    group = get_cuda_graph_batch_size_alignment(gathered_buffer_required=True)
+    return int(max(-(-requests // group) * group, get_eager_max_batch_size(requests)))
+
+
 def uses_mla(runner: ModelRunner) -> bool:
     """Whether the runner's model attends through a latent cache."""
     from sglang.srt.configs.model_config import AttentionArch

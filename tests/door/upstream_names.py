@@ -104,6 +104,9 @@ NAMES: tuple[str, ...] = (
     *_in("model_executor.cuda_graph_config", "PhaseConfig", "CudaGraphConfig"),
     *_in("runtime_context", "get_schedule"),
     *_in("utils.common", "kill_process_tree"),
+    # How far a batch may be padded past the request pool.
+    *_in("utils.common", "get_cuda_graph_batch_size_alignment", "get_eager_max_batch_size"),
+    *_in("model_executor.runner.base_cuda_graph_runner", "get_batch_sizes_to_capture"),
     "sglang.utils:get_exception_traceback",
     # The factories.
     *_in(

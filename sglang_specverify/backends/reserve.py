@@ -117,7 +117,7 @@ def reserve_of(configurator: KVCacheConfigurator, bases: dict[str, str]) -> int:
         page_size=c.page_size, model=c.model, model_config=c.model_config, is_draft_worker=False, token_to_kv_pool=None,
         attention_chunk_size=c.model_config.attention_chunk_size, prefill_aware_swa=False,
     )  # fmt: skip
-    layers = [layer_facts(layer, is_mla=c.use_mla_backend) for layer in model_layers(runner)]
+    layers = [layer_facts(layer, is_mla=c.use_mla_backend, given=given) for layer, given in model_layers(runner)]
     total = 0
     for name, base in bases.items():
         server = server_facts(runner, base)

@@ -16,6 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_specverify.backends import reserve
 from sglang_specverify.backends.facts import SINKS, model_layers
 from sglang_specverify.backends.flash import SpecverifyFlashBackend
+from sglang_specverify.backends.reserve import Built, reserve_of
 from sglang_specverify.hardware import from_name
 from sglang_specverify.routing import chain
 from sglang_specverify.routing.facts import Mode
@@ -101,7 +102,7 @@ def test_nothing_is_kept_for_it(engine: Make, few: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(reserve, "hardware_facts", lambda device: replace(from_name("H200"), arch="none"))
     monkeypatch.setattr(reserve, "verify_attention_workspace_size", lambda *_, **__: 1)
     setup = FEW.but(dtype=torch.bfloat16)
-    kept = [reserve.reserve_of(configurator(engine(one)), {"target": "fa3"}) for one in (setup, setup.but(sinks="sinks"))]
+    kept = [reserve_of(configurator(engine(one)), [Built("target", "fa3")]) for one in (setup, setup.but(sinks="sinks"))]
     assert kept[0] > 0 == kept[1]
 
 

@@ -20,6 +20,7 @@ from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.routing.facts import Mode
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -57,12 +58,21 @@ class SpecverifyAiterDraftBackend(RoutedDraftBackend, AiterMultiStepDraftBackend
     """All steps of a draft."""
 
     child = SpecverifyAiterBackend
+    #: Set by the built-in container: offsets of each step's slots.
+    kv_indptr: torch.Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_left_trees(self.routes)
         # The lists of slots, too, hold the drafts of a request that is at the context's end.
         self.max_context_len = self.attn_backends[0].max_context_len
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        rows = max_bs * self.topk
+        if rows >= self.kv_indptr.shape[1]:
+            # SGLang makes a row's offsets for the request pool, and a graph may hold more. Its kernel writes them unasked.
+            self.kv_indptr = self.kv_indptr.new_zeros(len(self.kv_indptr), rows + 1)
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
 
     def child_arguments(self, step: int, **kwargs: Any) -> dict[str, Any]:
         return {"skip_prefill": True, "kv_indptr_buf": self.kv_indptr[step], "topk": self.topk}

@@ -4,6 +4,7 @@ Faults of SGLang 0.5.22 and 0.5.23, each corrected where it says; when SGLang me
 
 - A draft step passes the prefix's length, so its query misses the tokens drafted before it, and itself: `_as_aiter_reads`.
 - Tables, lists and paged attention's partitions end at the context, and the drafts of a request near it lie behind: `_widen`.
+- Paged attention's workspace ends at the request pool, and a batch may be padded past it: `_make_room`.
 - A draft's graph over a window pool has room for the write slots of one step, and is given those of all: a replay of more than
   `max_bs / steps` requests is an error: `init_cuda_graph_state`.
 - Three builders of page tables, one per caller, which write beyond a row and leave what lies before a pool: `page_table`.
@@ -26,6 +27,7 @@ from sglang.srt.layers.attention.aiter_backend import AiterAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_specverify import flags
+from sglang_specverify.backends.facts import padded
 from sglang_specverify.kernels import page_table_of_ragged, page_table_of_rows
 from sglang_specverify.kernels.checks import FP8
 
@@ -53,6 +55,7 @@ class CorrectedAiterBackend(AiterAttnBackend):
     #: Set by the built-in backend.
     max_context_len: int
     max_num_partitions: int
+    workspace_buffer: torch.Tensor
     extend_attention_fwd: Callable[..., Any]
 
     def __init__(self, model_runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
@@ -76,11 +79,16 @@ class CorrectedAiterBackend(AiterAttnBackend):
             return
         drafts = max(self.num_draft_tokens or 0, self.topk * (self.speculative_num_steps or 0))
         self.max_context_len = -(-(self.max_context_len + drafts) // _TILE) * _TILE
-        partitions = -(-self.max_context_len // _PARTITION)
-        if not self.use_triton_unified_attention and partitions > self.max_num_partitions:
-            self.max_num_partitions = partitions
-            # Of each request, head and partition the partial output, and the sum and the maximum of its weights, in FP32.
-            size = self.req_to_token_pool.size * self.num_head * partitions * (self.head_dim + 2) * 4
+        self.max_num_partitions = max(self.max_num_partitions, -(-self.max_context_len // _PARTITION))
+        self._make_room(padded(self.req_to_token_pool.size))
+
+    def _make_room(self, requests: int) -> None:
+        """Let paged attention's workspace hold so many requests, which SGLang sizes by the request pool."""
+        if self.use_mla or self.use_triton_unified_attention:
+            return
+        # Of each request, head and partition the partial output, and the sum and the maximum of its weights, in FP32.
+        size = requests * self.num_head * self.max_num_partitions * (self.head_dim + 2) * 4
+        if size > self.workspace_buffer.numel():
             self.workspace_buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     # Metadata.
@@ -103,6 +111,7 @@ class CorrectedAiterBackend(AiterAttnBackend):
         super().init_forward_metadata(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        self._make_room(max_bs)
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
         self._graph_row_lens = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
         if self.use_sliding_window_kv_pool and not self.use_mla:

@@ -69,12 +69,16 @@ class DeviceSteps:
         self.device = pools.req_to_token.device
         self.dtype, self.cache_dtype = runner.dtype, runner.kv_cache_dtype
         self.scratch = Scratch(self.device)
+        self._room: tuple[int, int] | None = None
         self._fixed: Buffers | None = None
         self._captured: list[Bound] = []
 
     def reserve(self, requests: int, tokens: int) -> None:
-        """Make the buffers that captured graphs share, for up to `requests` of them and `tokens` write slots in all."""
-        self._fixed = self._buffers(requests, tokens, self.pools.req_to_token.shape[1])
+        """Have room for up to `requests` of them and `tokens` write slots in all in the buffers that captured graphs share.
+
+        They are made when the first step is bound, so that a backend that serves nothing holds nothing.
+        """
+        self._room, self._fixed = (requests, tokens), None
 
     def eager(self, forward_batch: ForwardBatch, mode: Mode, served: tuple[Served, ...], mask: torch.Tensor | None) -> Step:
         """The step of a batch that no graph holds, filled. `mask` is QLEN_ONLY, or None for chains and drafts."""
@@ -87,7 +91,9 @@ class DeviceSteps:
     ) -> Bound:
         """The step of a batch whose tensors a graph will read at their addresses. Filled once, so that nothing is left to
         allocate or to compile when it is captured."""
-        assert self._fixed is not None, "SGLang sizes the graphs before it captures one"
+        if self._fixed is None:
+            assert self._room is not None, "SGLang sizes the graphs before it captures one"
+            self._fixed = self._buffers(*self._room, self.pools.req_to_token.shape[1])
         bound = replace(self._bind(forward_batch, mode, served, mask, self._fixed), stock_too=stock_too)
         self.fill(bound)
         # A batch size may be captured more than once, and each graph keeps the addresses that it was captured with.

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+#: Under which names SGLang's models keep the sinks of their layers; None where a layer has none.
+SINKS = ("sinks", "attention_sink_bias")
+
+
 def hardware_facts(device: str) -> Hardware:
     """The hardware that serves on `device`, as SGLang sees it, overrides of its platform facts included."""
     from sglang.srt.runtime_context import get_platform
@@ -21,8 +25,8 @@ def hardware_facts(device: str) -> Hardware:
     return from_sglang_platform(get_platform(), device)
 
 
-def layer_facts(layer: RadixAttention, *, is_mla: bool, has_sinks: bool = False) -> LayerFacts:
-    """What the router may know of one `RadixAttention` layer on this rank."""
+def layer_facts(layer: RadixAttention, *, is_mla: bool, given: frozenset[str] = frozenset()) -> LayerFacts:
+    """What the router may know of one `RadixAttention` layer on this rank, whose calls are `given` this beyond Q, K and V."""
     from sglang.srt.layers.radix_attention import AttentionType
 
     window = layer.sliding_window_size
@@ -52,13 +56,16 @@ def layer_facts(layer: RadixAttention, *, is_mla: bool, has_sinks: bool = False)
         v_head_dim=layer.v_head_dim,
         window=window,
         softcap=float(layer.logit_cap or 0.0),
-        has_sinks=has_sinks,
+        has_sinks="sinks" in given,
         unknown=frozenset(unknown),
     )
 
 
-def model_layers(runner: ModelRunner) -> Iterable[RadixAttention]:
-    """Every layer of the loaded model that this runner's attention backend serves, in module order.
+def model_layers(runner: ModelRunner) -> Iterable[tuple[RadixAttention, frozenset[str]]]:
+    """Every layer of the loaded model that this runner's attention backend serves, and what it will be given beyond Q, K and V.
+
+    That is read from the module that owns the layer, which keeps the sinks and gives them in each call: a route may depend on
+    them, and is decided before there is a call.
 
     Some hybrids build their linear layers of `RadixAttention` too. SGLang wraps the backend of a hybrid in one that sends those
     elsewhere, and its pool has no place for them.
@@ -68,8 +75,23 @@ def model_layers(runner: ModelRunner) -> Iterable[RadixAttention]:
 
     pool = runner.token_to_kv_pool
     places = pool.full_attention_layer_id_mapping if isinstance(pool, HybridLinearKVPool) else None
-    found = (module for module in runner.model.modules() if isinstance(module, RadixAttention))
-    return (layer for layer in found if places is None or layer.layer_id in places)
+    for owner in runner.model.modules():
+        given = frozenset({"sinks"} if any(getattr(owner, name, None) is not None for name in SINKS) else ())
+        for layer in owner.children():
+            if isinstance(layer, RadixAttention) and (places is None or layer.layer_id in places):
+                yield layer, given
+
+
+def padded(requests: int) -> int:
+    """The most requests of a batch, with those that SGLang pads it by, where up to `requests` run at once.
+
+    It pads to whole groups of attention ranks, past the end of the request pool: graphs where the ranks gather what they
+    computed, and other batches too where they keep in step with one another.
+    """
+    from sglang.srt.utils.common import get_cuda_graph_batch_size_alignment, get_eager_max_batch_size
+
+    group = get_cuda_graph_batch_size_alignment(gathered_buffer_required=True)
+    return int(max(-(-requests // group) * group, get_eager_max_batch_size(requests)))
 
 
 def uses_mla(runner: ModelRunner) -> bool:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_specverify.backends.facts import padded
+
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.verify_mask import VerifyMask
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -14,15 +16,23 @@ if TYPE_CHECKING:
 
 
 def tree_mask(runner: ModelRunner, num_draft_tokens: int) -> VerifyMask | None:
-    """A QLEN_ONLY mask buffer for the whole request pool; None without speculation."""
+    """A QLEN_ONLY mask buffer for every request of the pool and those that pad a batch of them; None without speculation."""
     from sglang.srt.layers.attention.verify_mask import VerifyMask
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
     if not num_draft_tokens:
         return None
-    requests = runner.req_to_token_pool.size
+    requests = padded(runner.req_to_token_pool.size)
     buffer = torch.zeros(requests * num_draft_tokens**2, dtype=torch.bool, device=runner.device)
     return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
+
+
+def widened(mask: VerifyMask, requests: int) -> VerifyMask:
+    """The mask itself where it holds so many requests, else a larger one. Before anything is captured over the old one."""
+    if mask.fits(requests):
+        return mask
+    entries = mask.buffer.numel() // mask.max_bs * requests
+    return type(mask)(buffer=mask.buffer.new_zeros(entries), mode=mask.mode, max_bs=requests)
 
 
 def mask_layout(forward_batch: ForwardBatch, published: VerifyMask | None) -> str:

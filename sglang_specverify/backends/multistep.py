@@ -68,7 +68,7 @@ class RoutedDraftBackend:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)  # type: ignore[misc]
-        if self._in_graph:
+        if self.routes.on_device:
             self._device.reserve(max_bs, max_bs * self.topk * self.speculative_num_steps)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:

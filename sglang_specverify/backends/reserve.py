@@ -7,12 +7,12 @@ draft's layers are taken to be like the target's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sglang_specverify import flags
-from sglang_specverify.backends.facts import hardware_facts, layer_facts, model_layers, server_facts
+from sglang_specverify.backends.facts import hardware_facts, layer_facts, model_layers, padded, server_facts
 from sglang_specverify.backends.plans import OWN_DRAFTS, WHOLE
 from sglang_specverify.kernels import verify_attention_workspace_size
 from sglang_specverify.routing.facts import LayerFacts, Mode, ServerFacts
@@ -29,6 +29,23 @@ MOST_REQUESTS = 4096
 
 #: Of a plan: an item's bytes, the most items beside the requests' own, the most of a request, and the smallest row tile.
 _ITEM, _ITEMS, _ITEMS_OF_A_REQUEST, _ROWS_OF_A_TILE = 32, 1024, 16, 16
+
+
+@dataclass(frozen=True)
+class Built:
+    """Backends that SGLang builds alike.
+
+    Attributes:
+        part: a key of `MODES`.
+        base: the built-in backend underneath.
+        steps: of the draft, where it is another number than the server starts with; each verifies one token more.
+        copies: how many.
+    """
+
+    part: str
+    base: str
+    steps: int | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,13 +76,15 @@ class Sizes:
     """What all parts share.
 
     Attributes:
-        requests: the most at a time.
+        requests: the most of a batch, those that pad it among them.
         batches: the batch sizes that are captured; none without graphs.
         positions: of a row of `req_to_token`.
         page_size: tokens of a page.
         tables: 2 where window layers have a pool of their own, else 1.
         deterministic: as the server runs.
         multiprocessors: of the device; this machine's where None.
+        captures: graphs of each batch size of the target, whose steps do not share plans and lists: 2 where SGLang may capture
+            one with adapters and one without.
     """
 
     requests: int
@@ -75,6 +94,7 @@ class Sizes:
     tables: int = 1
     deterministic: bool = False
     multiprocessors: int | None = None
+    captures: int = 1
 
 
 def bytes_of(part: Part, sizes: Sizes) -> int:
@@ -84,15 +104,16 @@ def bytes_of(part: Part, sizes: Sizes) -> int:
     batches = tuple(sorted({min(batch, sizes.requests) for batch in sizes.batches}))
     if not batches:
         return total
-    most, rows = batches[-1], sum(batches) * w
+    captured = batches * (sizes.captures if tree else 1)
+    most, rows = batches[-1], sum(captured) * w
     # Rows of a table begin at multiples of 16 entries; a row id, a length and an offset stand beside each, and beside those of a
     # window pool its write slots, in two orders.
     entries = -(-sizes.positions // (16 * sizes.page_size)) * 16
     total += sizes.tables * most * entries * 4 + (3 * most + 1) * 4 + (sizes.tables - 1) * 2 * most * part.slots * 8
-    items = (len(batches) * _ITEMS + sum(batches) * _ITEMS_OF_A_REQUEST) * _ITEM
+    items = (len(captured) * _ITEMS + sum(captured) * _ITEMS_OF_A_REQUEST) * _ITEM
     # Two entries of a request where a second launch combines its parts.
-    counters = sum(batches) * max(2, part.kv_heads * -(-w * part.group // _ROWS_OF_A_TILE)) * 4
-    masks = (2 * rows + 16 * sum(batches)) * (w // 64 + 2) * 4 if tree else 0
+    counters = sum(captured) * max(2, part.kv_heads * -(-w * part.group // _ROWS_OF_A_TILE)) * 4
+    masks = (2 * rows + 16 * sum(captured)) * (w // 64 + 2) * 4 if tree else 0
     total += part.kinds * (items + counters + masks)
     if part.kernels & set(OWN_DRAFTS):
         total += rows * (w + 2) * 4
@@ -104,12 +125,12 @@ def bytes_of(part: Part, sizes: Sizes) -> int:
     return total
 
 
-def reserve_of(configurator: KVCacheConfigurator, bases: dict[str, str]) -> int:
-    """Bytes that the plugin's parts of this server will hold, at most.
+def reserve_of(configurator: KVCacheConfigurator, built: Iterable[Built]) -> int:
+    """Bytes that the plugin's backends of this server will hold, at most.
 
     Args:
         configurator: SGLang's, of the target, before it makes a pool.
-        bases: the built-in backend under each part that is the plugin's; see `MODES`.
+        built: every backend that is the plugin's.
     """
     c = configurator
     runner: Any = SimpleNamespace(
@@ -117,13 +138,15 @@ def reserve_of(configurator: KVCacheConfigurator, bases: dict[str, str]) -> int:
         page_size=c.page_size, model=c.model, model_config=c.model_config, is_draft_worker=False, token_to_kv_pool=None,
         attention_chunk_size=c.model_config.attention_chunk_size, prefill_aware_swa=False,
     )  # fmt: skip
-    layers = [layer_facts(layer, is_mla=c.use_mla_backend) for layer in model_layers(runner)]
+    layers = [layer_facts(layer, is_mla=c.use_mla_backend, given=given) for layer, given in model_layers(runner)]
     total = 0
-    for name, base in bases.items():
-        server = server_facts(runner, base)
-        part = _part(name, server, layers, hardware_facts(c.device))
+    for one in built:
+        server = server_facts(runner, one.base)
+        if one.steps is not None:
+            server = replace(server, num_steps=one.steps, num_draft_tokens=one.steps + 1)
+        part = _part(one.part, server, layers, hardware_facts(c.device))
         if part is not None:
-            total += bytes_of(part, _sizes(c, server))
+            total += one.copies * bytes_of(part, _sizes(c, server))
     return total
 
 
@@ -152,15 +175,16 @@ def _part(name: str, server: ServerFacts, layers: Iterable[LayerFacts], hardware
 
 def _sizes(c: KVCacheConfigurator, server: ServerFacts) -> Sizes:
     from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
-    from sglang.srt.runtime_context import get_exec, get_schedule
+    from sglang.srt.runtime_context import get_exec, get_lora, get_schedule
 
     asked = get_schedule().max_running_requests
     graphs = get_exec().graph.cuda_graph_config.decode.bs if server.cuda_graph else ()
     return Sizes(
-        requests=MOST_REQUESTS if asked is None else max(1, asked // c.attn_dp_size),
+        requests=padded(MOST_REQUESTS if asked is None else max(1, asked // c.attn_dp_size)),
         batches=tuple(graphs or ()),
         positions=c.model_config.context_len + get_req_to_token_extra_context_len(),
         page_size=server.page_size,
         tables=2 if c.is_hybrid_swa else 1,
         deterministic=server.deterministic,
+        captures=2 if get_lora().enable_lora else 1,
     )

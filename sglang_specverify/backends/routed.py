@@ -14,12 +14,12 @@ import torch
 
 from sglang_specverify.backends.calls import attend, write_kv
 from sglang_specverify.backends.device_steps import Bound, DeviceSteps
-from sglang_specverify.backends.masks import mask_layout, own_columns, tree_mask, with_full_mask
+from sglang_specverify.backends.masks import mask_layout, own_columns, tree_mask, widened, with_full_mask
 from sglang_specverify.backends.routes import Routes
 from sglang_specverify.backends.steps import Step, decode_step, extend_step, is_tree, mode_of, read_pools, verify_step
 from sglang_specverify.errors import SpecverifyError
 from sglang_specverify.routing.facts import Mode
-from sglang_specverify.routing.route import CLAIMED, Decision
+from sglang_specverify.routing.route import Decision
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -127,10 +127,12 @@ class RoutedBackend(AttentionBackend):
         return mode if ours else None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if self._tree_mask is not None:
+            # Who fills it asks for it anew at each batch, so that nobody keeps a smaller one.
+            self._tree_mask = widened(self._tree_mask, max_bs)
         with self._without_full_mask():
             super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
-        served = any(self.routes.serves(mode) for mode in CLAIMED)
-        if self.part == "draft decode" or not self.routes.on_device or not served:
+        if self.part == "draft decode" or not self.routes.on_device:
             return
         self._device.reserve(max_bs, max_num_tokens)
         if self._tree_mask is not None:

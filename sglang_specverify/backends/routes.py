@@ -49,13 +49,13 @@ class Routes:
         self.part = part
         self.is_mla = uses_mla(runner)
         self._decisions: dict[tuple[LayerFacts, Mode, frozenset[str]], Decision] = {}
-        self._layers: dict[tuple[int, bool], LayerFacts] = {}
+        self._layers: dict[tuple[int, frozenset[str]], LayerFacts] = {}
         self._calls: Counter[tuple[Mode, str, str, str]] = Counter()
         modes = [mode for mode in _MODES[part] if self.server.algorithm is not None or mode not in CLAIMED]
         model = getattr(runner, "model", None)  # SGLang's own attention test kit has a runner without one
-        for layer in () if model is None else model_layers(runner):
+        for layer, given in () if model is None else model_layers(runner):
             for mode in modes:
-                self._lookup(layer, mode, frozenset())
+                self._lookup(layer, mode, given)
 
     def route(self, layer: RadixAttention, mode: Mode, arguments: dict[str, Any], *, planned: bool = True) -> Decision:
         """Decide one call of a pass and count it (under a CUDA graph: the capture, not its replays).
@@ -95,10 +95,9 @@ class Routes:
         return any(not decision.served for (_, m, _), decision in self._decisions.items() if m is mode)
 
     def _lookup(self, layer: RadixAttention, mode: Mode, given: frozenset[str]) -> tuple[LayerFacts, Decision]:
-        sinks = "sinks" in given
-        facts = self._layers.get((layer.layer_id, sinks))
+        facts = self._layers.get((layer.layer_id, given))
         if facts is None:
-            facts = self._layers[layer.layer_id, sinks] = layer_facts(layer, is_mla=self.is_mla, has_sinks=sinks)
+            facts = self._layers[layer.layer_id, given] = layer_facts(layer, is_mla=self.is_mla, given=given)
         decision = self._decisions.get((facts, mode, given))
         if decision is None:
             decision = decide(self.hardware, self.server, facts, mode, self.flags, CallFacts(given))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_specverify import flags
 from sglang_specverify.door.request import Request, expected_parts, wants_plugin
+
+if TYPE_CHECKING:
+    from sglang_specverify.backends.reserve import Built
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +43,46 @@ def _reserve(configurator: Any) -> int:
     # The flags come second: a stray one must not stop a server that never asked for the plugin.
     if not request.any or view.speculative_algorithm is None or flags.read().disable:
         return 0
-    target = next((base for base in flags.BASES if wants_plugin(given, view, base, is_draft_runner=False)), None)
-    draft = view.speculative_draft_attention_backend or target
-    parts = expected_parts(request, view, pp_rank=view.pp_size - 1)
-    bases = {part: target if part == "target" else draft for part in sorted(parts)}
     from sglang_specverify.backends.reserve import reserve_of
 
-    return reserve_of(configurator, {part: base for part, base in bases.items() if base in flags.BASES})
+    target = next((base for base in flags.BASES if wants_plugin(given, view, base, is_draft_runner=False)), None)
+    return reserve_of(configurator, _built(request, view, target))
+
+
+class _AtSteps:
+    """The resolved arguments with another number of draft steps."""
+
+    def __init__(self, view: Any, steps: int) -> None:
+        self._view, self.speculative_num_steps = view, steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def _built(request: Request, view: Any, target: str | None) -> list[Built]:
+    """Every backend of the plugin that SGLang will build over the bases `target` and the draft's.
+
+    With --speculative-adaptive these are all parts for each number of steps that it may choose, and in multi-layer EAGLE a draft
+    extend for each step.
+    """
+    from sglang_specverify.backends.reserve import Built
+
+    draft = view.speculative_draft_attention_backend or target
+    found = []
+    for steps in _candidates(view):
+        at = view if steps is None else _AtSteps(view, steps)
+        for part in sorted(expected_parts(request, at, pp_rank=view.pp_size - 1)):
+            base = target if part == "target" else draft
+            copies = view.speculative_num_steps if part == "draft extend" and view.enable_multi_layer_eagle else 1
+            if base in flags.BASES:
+                found.append(Built(part, base, steps, copies))
+    return found
+
+
+def _candidates(view: Any) -> list[int | None]:
+    """The numbers of steps for which SGLang builds backends; None for the one that the server starts with."""
+    if not view.speculative_adaptive:
+        return [None]
+    from sglang.srt.speculative.adaptive_spec_params import resolve_candidate_steps_from_config
+
+    return [*resolve_candidate_steps_from_config(cfg_path=view.speculative_adaptive_config)]

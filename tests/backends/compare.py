@@ -42,7 +42,7 @@ def inputs(engine: Engine, forward: ForwardBatch, *, probe: bool = False, sinks:
     k, v = engine.fresh_kv(forward.out_cache_loc, one_hot=probe)
     q = torch.zeros(rows, s.q_heads, s.head_dim, dtype=s.dtype) if probe else engine.normal(rows, s.q_heads, s.head_dim)
     q, k, v = (torch.cat([x, torch.full((pad, *x.shape[1:]), torch.nan, dtype=x.dtype)]) for x in (q, k, v))
-    more = {"sinks": torch.linspace(-1.0, 1.0, s.q_heads).to(s.dtype)} if sinks else {}
+    more = {"sinks": engine.sinks()} if sinks or s.sinks is not None else {}
     return Inputs(q.flatten(1), k, v, more)
 
 

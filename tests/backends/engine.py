@@ -49,6 +49,8 @@ class Setup:
     hybrid: bool = False
     hybrid_draft: bool = False
     softcap: float = 0.0
+    #: The name under which the model keeps the sinks of its layers, which then come with every call.
+    sinks: str | None = None
     scales: tuple[float, float] | None = None
     context: int = 256
     slots: int = 1024
@@ -176,6 +178,18 @@ class Engine:
             layer.k_scale_float, layer.v_scale_float = s.scales
         return layer
 
+    def sinks(self) -> torch.Tensor:
+        """Of every layer, one for each query head."""
+        return torch.linspace(-1.0, 1.0, self.setup.q_heads).to(self.setup.dtype)
+
+    def _owner(self, layer: RadixAttention) -> torch.nn.Module:
+        """The module of a model that calls the layer."""
+        owner = torch.nn.Module()
+        owner.attn = layer
+        if self.setup.sinks is not None:
+            setattr(owner, self.setup.sinks, torch.nn.Parameter(self.sinks(), requires_grad=False))
+        return owner
+
     def runner(self, *, is_draft: bool = False, stock_decode_window: bool = False) -> Any:
         """The attributes of a `ModelRunner` that the backends read.
 
@@ -203,7 +217,7 @@ class Engine:
             device=DEVICE, gpu_id=0, dtype=s.dtype, kv_cache_dtype=self.cache_dtype, page_size=s.page_size,
             req_to_token_pool=self.req_to_token_pool, token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=self.allocator, kv_index_translator=translator, server_args=self.server_args,
-            model=torch.nn.ModuleList(self.layers), model_config=config, spec_algorithm=algorithm,
+            model=torch.nn.ModuleList(self._owner(layer) for layer in self.layers), model_config=config, spec_algorithm=algorithm,
             is_draft_worker=is_draft, attention_chunk_size=None, use_mla_backend=False, prefill_attention_backend_str="triton",
             kv_cache_dtype_str="auto" if s.cache_dtype is None else "fp8_e4m3", lora_manager=None,
             ngram_embedding_manager=SimpleNamespace(enabled=False),

@@ -109,14 +109,17 @@ def test_without_unified_attention(engine: Make, page: int) -> None:
     assert_ran(last, draft_extend="stock")
 
 
-def test_draft_steps_that_paged_attention_cannot_take(engine: Make) -> None:
-    """It has no window and no sinks: those layers run on the plugin's kernel."""
-    one = engine(Setup(windows=(-1, 6)))
+@pytest.mark.parametrize("sinks", [None, "sinks", "attention_sink_bias"])
+@pytest.mark.parametrize("windows", [(-1,), (-1, 6)], ids=["full", "window"])
+def test_draft_steps_that_paged_attention_cannot_take(engine: Make, windows: tuple[int, ...], sinks: str | None) -> None:
+    """It has no window and no sinks: those layers run on the plugin's kernel, the others on it."""
+    one = engine(Setup(windows=windows, sinks=sinks))
     add(one, (5, 39))
     container = drafter(one)
     check_draft(one, container, draft(one))
-    assert kernels(container.routes.report()) == {"draft_decode": {"stock", "fused"}}
-    assert len(lens_of("paged_attention_ragged")) == 2
+    ran = ({"stock"} if sinks is None else {"fused"}) | ({"fused"} if len(windows) > 1 else set())
+    assert kernels(container.routes.report()) == {"draft_decode": ran}
+    assert len(lens_of("paged_attention_ragged")) == (2 if sinks is None else 0)
 
 
 @pytest.mark.parametrize("on_unified", [False, True])

@@ -68,6 +68,31 @@ def test_draft_steps_over_a_window_pool(engine: Make) -> None:
     ]
 
 
+def test_more_requests_in_a_graph_than_in_the_pool(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged attention's workspace and the steps' offsets hold them all, where SGLang has room for the pool's."""
+    monkeypatch.setenv("SGLANG_USE_AITER_UNIFIED_ATTN", "0")
+    one = engine(Setup(pool_rows=6))
+    stock = AiterMultiStepDraftBackend(one.runner(is_draft=True), 1, one.setup.steps)
+    stock.init_cuda_graph_state(8, 8)
+    assert stock.kv_indptr.shape[1] == 6 + 1
+    add(one, (5, 0, 39))
+    container = drafter(one)
+    buffers = buffers_for(one, container, ForwardMode.DECODE, 8)
+    assert container.kv_indptr.shape[1] == 8 + 1
+    for child, theirs in zip(container.attn_backends, stock.attn_backends, strict=True):
+        of_a_request = one.setup.q_heads * child.max_num_partitions * (one.setup.head_dim + 2) * 4
+        assert theirs.workspace_buffer.numel() < 8 * of_a_request == child.workspace_buffer.numel()
+    graph = Graph(one, container, buffers, ForwardMode.DECODE, 8)
+    aiter_stand_in.calls.clear()
+    batch = draft(one)
+    graph.load(batch)
+    container.init_forward_metadata_in_graph(graph.batch)
+    graph.run(batch)
+    assert aiter_stand_in.lens_of("paged_attention_ragged") == [
+        [n + step + 1 for n in (5, 0, 39, 0, 0, 0, 0, 0)] for step in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("windows", [{}, {"windows": (-1, 255), "window_pool": True, "slots": 2048}], ids=["full", "window pool"])
 def test_verify_of_a_chain(engine: Make, windows: dict[str, Any]) -> None:
     one = engine(Setup(page_size=16, **windows))

@@ -211,6 +211,20 @@ def test_captured_trees(engine: Make, monkeypatch: pytest.MonkeyPatch, name: str
     assert backend._verify_mask is None
 
 
+@pytest.mark.parametrize("kernel", ["tile", "gather", "flash", "fused"])
+def test_more_requests_in_a_graph_than_in_the_pool(engine: Make, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """SGLang captures whole groups of attention ranks: the largest batch may be past the pool's end."""
+    monkeypatch.setenv("SGLANG_SPECVERIFY_TREE_KERNEL", kernel)
+    one = engine(TREE.but(pool_rows=6))
+    add(one, LENGTHS)
+    backend = target(one)
+    graph = Graph(one, backend, buffers_for(one, backend, ForwardMode.TARGET_VERIFY, 8), ForwardMode.TARGET_VERIFY, 8)
+    for _ in range(2):
+        graph.replay(verify_batch(one, backend))
+        one.requests.pop()
+    assert graph.addresses()["mask"] == backend.verify_mask.buffer.data_ptr()
+
+
 @pytest.mark.parametrize("name", ["page 1", "window pool"])
 def test_captured_draft_steps(engine: Make, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = engine(SETUPS[name])

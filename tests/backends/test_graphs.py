@@ -77,6 +77,20 @@ def test_replays(engine: Make, name: str, mode: ForwardMode) -> None:
 
 
 @pytest.mark.parametrize("mode", [VERIFY, EXTEND, DRAFT], ids=["verify", "extend", "draft"])
+@pytest.mark.parametrize("name", ["tree", "chain"])
+def test_more_requests_in_a_graph_than_in_the_pool(engine: Make, name: str, mode: ForwardMode) -> None:
+    """SGLang captures whole groups of attention ranks: the largest batch may be past the pool's end."""
+    one = engine(SETUPS[name].but(pool_rows=6))
+    add(one, (5, 0, 40))
+    backend, make = part(one, mode)
+    graph = Graph(one, backend, buffers_for(one, backend, mode, 8), mode, 8)
+    graph.replay(make())
+    if mode is VERIFY:
+        assert backend.verify_mask.fits(8)
+        assert graph.bound().step.mask is None or graph.addresses()["mask"] == backend.verify_mask.buffer.data_ptr()
+
+
+@pytest.mark.parametrize("mode", [VERIFY, EXTEND, DRAFT], ids=["verify", "extend", "draft"])
 @pytest.mark.parametrize("name", ["tree", "window pool"])
 def test_rows_handed_over_after_the_metadata(engine: Make, name: str, mode: ForwardMode) -> None:
     """What the layers of a replay read was copied by its first launch."""

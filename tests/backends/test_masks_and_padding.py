@@ -12,7 +12,7 @@ from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPVerifyInput
 
 from tests.backends import batches
 from tests.backends.batches import Batch
-from tests.backends.compare import inputs, run
+from tests.backends.compare import assert_close, expected, inputs, limit, run
 from tests.backends.engine import Engine, Setup
 from tests.backends.passes import (
     PROBE,
@@ -66,6 +66,26 @@ def test_ngram_mask(engine: Make, monkeypatch: pytest.MonkeyPatch, full_mask: bo
     lengthen(batch, by)
     check(one, backend, batch)
     assert_ran(backend, target_verify="reference")
+
+
+@pytest.mark.usefixtures("triton_alone")
+def test_a_batch_that_is_padded_past_the_pool(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks keep in step, SGLang pads an eager verify of a hybrid to whole groups of them."""
+    monkeypatch.setattr("sglang.srt.utils.common.get_eager_max_batch_size", lambda requests: -(-requests // 8) * 8)
+    monkeypatch.setattr("sglang.srt.model_executor.forward_batch_info._is_cpu", False)
+    one = engine(TREE.but(pool_rows=6))
+    add(one, LENGTHS)
+    backend, runner = target(one), one.runner()
+    batch = verify_batch(one, backend)
+    runner.attn_backend = backend
+    batch.forward._pad_inputs_to_size(runner, 8 * one.setup.draft_tokens, 8)
+    batch.forward.batch_size = 8
+    backend.init_forward_metadata(batch.forward)
+    x = inputs(one, batch.forward)
+    out = run(backend, one.layers[0], batch.forward, x)
+    assert len(out) == 8 * one.setup.draft_tokens
+    rows = len(batch.keys)
+    assert_close(out[:rows], expected(one, one.layers[0], batch, x.of(rows)), limit(backend, out.dtype))
 
 
 def test_other_producers_send_full_masks(engine: Make) -> None:

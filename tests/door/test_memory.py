@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 
 from sglang_specverify.backends import reserve
+from sglang_specverify.backends.reserve import Built
 from sglang_specverify.door.memory import keep_reserve
 from tests.door.resolve import CHAIN, NGRAM, PLUGIN, TREE, arguments, resolve
 
+#: In the order in which they are counted.
+PARTS = ("draft decode", "draft extend", "target")
 BUDGET, RESERVE = 10**9, 10**6
 
 
 @pytest.fixture
-def asked(door: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """The parts that a reserve was worked out for, with the base under each."""
-    found: list[dict[str, str]] = []
-    monkeypatch.setattr(reserve, "reserve_of", lambda configurator, bases: found.append(bases) or RESERVE)
+def asked(door: None, monkeypatch: pytest.MonkeyPatch) -> list[list[Built]]:
+    """What a reserve was worked out for."""
+    found: list[list[Built]] = []
+    monkeypatch.setattr(reserve, "reserve_of", lambda configurator, built: found.append(list(built)) or RESERVE)
     return found
 
 
@@ -45,16 +48,45 @@ LINES = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_the_parts_of_a_server(case: str, models: dict[str, Path], asked: list[dict[str, str]], log: list[str]) -> None:
+def test_the_parts_of_a_server(case: str, models: dict[str, Path], asked: list[list[Built]], log: list[str]) -> None:
     line, parts = LINES[case]
     raw, view = resolve("SM90", arguments("SM90", models, "qwen3", line))
     assert budget_of(raw) == BUDGET - RESERVE
-    assert asked == [parts if case != "draft alone" else dict.fromkeys(parts, view.speculative_draft_attention_backend)]
+    parts = parts if case != "draft alone" else dict.fromkeys(parts, view.speculative_draft_attention_backend)
+    assert asked == [[Built(part, base) for part, base in sorted(parts.items(), key=lambda one: PARTS.index(one[0]))]]
     assert any("1.0 MB" in text and "kept from the KV pool" in text for text in log)
 
 
+#: A draft of its own layers, which SGLang takes for one of EAGLE.
+EAGLE = (
+    "--speculative-algorithm EAGLE --speculative-draft-model-path {qwen3} --speculative-num-steps 3 --speculative-eagle-topk 1"
+)
+
+
+def test_parts_of_an_adaptive_server(models: dict[str, Path], asked: list[list[Built]], tmp_path: Path) -> None:
+    """All of them for each number of steps that may be chosen; a draft of one step has no backend of many."""
+    config = tmp_path / "steps.json"
+    config.write_text('{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [0, 1]}}')
+    line = f"{PLUGIN} {EAGLE} --speculative-num-draft-tokens 4 --speculative-adaptive --speculative-adaptive-config {config}"
+    for start in (1, 3):
+        raw, view = resolve("SM90", arguments("SM90", models, "qwen3", line.replace("num-steps 3", f"num-steps {start}")))
+        assert view.speculative_adaptive and view.speculative_num_steps == start
+        assert budget_of(raw) == BUDGET - RESERVE
+    few = [Built(part, "fa3", steps) for steps in (0, 1) for part in ("draft extend", "target")]
+    assert asked == [[*few, *(Built(part, "fa3", 3) for part in PARTS)]] * 2
+
+
+def test_parts_of_multi_layer_eagle(models: dict[str, Path], asked: list[list[Built]]) -> None:
+    """A draft extend for each step, which is a layer of its own."""
+    line = f"{PLUGIN} {EAGLE} --speculative-num-draft-tokens 4 --enable-multi-layer-eagle"
+    raw, view = resolve("SM90", arguments("SM90", models, "qwen3", line))
+    assert view.enable_multi_layer_eagle
+    assert budget_of(raw) == BUDGET - RESERVE
+    assert asked == [[Built("draft extend", "fa3", copies=3), Built("target", "fa3")]]
+
+
 @pytest.mark.parametrize("line", [f"--attention-backend fa3 {TREE}", PLUGIN], ids=["another backend", "no speculation"])
-def test_other_servers_keep_their_budget(line: str, models: dict[str, Path], asked: list[dict[str, str]]) -> None:
+def test_other_servers_keep_their_budget(line: str, models: dict[str, Path], asked: list[list[Built]]) -> None:
     raw, _ = resolve("SM90", arguments("SM90", models, "qwen3", line))
     assert budget_of(raw) == BUDGET
     assert asked == []

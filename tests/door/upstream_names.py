@@ -129,6 +129,15 @@ NAMES: tuple[str, ...] = (
     *_in("model_executor.cuda_graph_config", "PhaseConfig", "CudaGraphConfig"),
     *_in("runtime_context", "get_schedule"),
     *_in("utils.common", "kill_process_tree"),
+    # How far a batch may be padded past the request pool.
+    *_in("utils.common", "get_cuda_graph_batch_size_alignment", "get_eager_max_batch_size"),
+    *_in("model_executor.runner.base_cuda_graph_runner", "get_batch_sizes_to_capture"),
+    # How many backends of a kind it builds, and how often it captures one of them.
+    *_in("speculative.adaptive_spec_params", "resolve_candidate_steps_from_config"),
+    *_in("speculative.eagle_worker_v2", *_methods("EAGLEWorkerV2", ("init_cuda_graphs", "build_adaptive_runtime_state"))),
+    *_in("speculative.multi_layer_eagle_worker_v2", "MultiLayerEagleDraftWorker.init_attention_backend"),
+    *_in("model_executor.runner.decode_cuda_graph_runner", "DecodeCudaGraphRunner._resolve_lora_variant"),
+    *_in("runtime_context", "get_lora"),
     "sglang.utils:get_exception_traceback",
     # The factories.
     *_in(

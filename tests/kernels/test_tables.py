@@ -28,7 +28,7 @@ def calls() -> Iterator[TableFacts]:
     """Calls of every size; batch 0 stands for the deterministic ones."""
     kinds: tuple[Any, ...] = ("chain", "qlen_only", "full_mask", "branches")
     rows_of, batches = (1, 4, 16, 17, 64, 128, 4096), (0, 1, 8, 64)
-    dims = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128))
+    dims = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (128, 64))
     for rows, (k, v), bits, split, kind, batch in product(rows_of, dims, (8, 16), (True, False), kinds, batches):
         yield TableFacts(rows, k, v, bits, 16, split, 1, kind, 8 * rows * batch)
 

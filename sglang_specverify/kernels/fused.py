@@ -15,6 +15,8 @@ from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent
 from sglang_specverify.kernels.plan import Plan, Tree, padded
 
 LOG2_E = math.log2(math.e)
+#: Types of Q; a cache has Q's or an FP8 one.
+QUERIES = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = {"chain": 0, "qlen_only": 1, "full_mask": 1, "branches": 2}
 
 
@@ -227,9 +229,8 @@ def scale_mode(value: torch.Tensor | None) -> Any:
 
 def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) -> str | None:
     """Why the fused kernel does not serve a checked call on `arch` ("none": the interpreter), or None."""
-    half = (torch.bfloat16, torch.float16, torch.float32)
-    if a.q.dtype not in half:
-        return f"q is {checks.names((a.q.dtype,))}, and it takes {checks.names(half)}"
+    if a.q.dtype not in QUERIES:
+        return f"q is {checks.names((a.q.dtype,))}, and it takes {checks.names(QUERIES)}"
     for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
         if cache.dtype != a.q.dtype and cache.dtype not in checks.FP8:
             return f"{name} is {checks.names((cache.dtype,))}, and it takes q's type or FP8"

@@ -36,11 +36,12 @@ OPERATIONS: tuple[tuple[Operation, Kind], ...] = (
 #: Head dims of K and of V.
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 
-#: Caches by name. CDNA3 has FP8 types of its own.
+#: Caches by name. CDNA3 has FP8 types of its own. "fp32" is one more, with queries of that type: no table knows those.
 CACHES = ("bf16", "fp16", "e4m3", "e5m2")
 _CACHE_TYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp32": torch.float32,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "e4m3 on gfx942": torch.float8_e4m3fnuz,
@@ -132,7 +133,7 @@ class Case:
         cache = cache_type(self.cache, self.arch)
         dim, v_dim = self.dims
         common: dict[str, Any] = {
-            "q": meta(self.batch * queries, heads, dim, dtype=torch.float16 if self.cache == "fp16" else torch.bfloat16),
+            "q": meta(self.batch * queries, heads, dim, dtype=cache if self.cache in ("fp16", "fp32") else torch.bfloat16),
             "k_cache": meta(slots, _KV_HEADS, dim, dtype=cache),
             "v_cache": meta(slots, _KV_HEADS, v_dim, dtype=cache),
             "table": meta(self.batch, 1 << 15, dtype=torch.int32),

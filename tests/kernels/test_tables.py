@@ -102,6 +102,15 @@ def test_the_interpreter_and_unknown_hardware_follow_the_rule() -> None:
     assert tables.lookup("sm_90", "fused", replace(FACTS, q_bits=32))[1] == "rule: sm_90.json has no entry of fused for this call"
 
 
+@pytest.mark.parametrize(("arch", "shared"), [("sm_80", 101376), ("sm_90", 232448), ("sm_100", 232448), ("sm_120", 101376)])
+def test_the_rule_for_fp32_fits_shared_memory(arch: str, shared: int) -> None:
+    """Q, and of every stage a tile of K and of V, of four bytes an element; what the tables know has two at most."""
+    for rows, dim, kernel in product((1, 64, 4096), (64, 128, 256), ("fused", "tree_suffix")):
+        facts = replace(FACTS, rows=rows, head_dim=dim, v_head_dim=dim, q_bits=32, cache_bits=32)
+        launch = tables.rule(arch, kernel, facts)
+        assert 4 * dim * (launch.block_m + 2 * launch.num_stages * launch.block_n) <= shared, launch
+
+
 def test_only_kernels_that_divide_have_parts_combined_by_a_launch() -> None:
     entry = (Entry((), LaunchConfig(16, 16, 4, 1, combine="launch")),)
     made = Table("sm_90", "3.8.0", "a test", {"fused": (), "tree_suffix": (), "specialized": entry})

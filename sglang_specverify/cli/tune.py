@@ -75,8 +75,9 @@ def _summary(measured: dict[Bucket, dict[LaunchConfig, Measured]], arch: str) ->
         if not order:
             table.add_row(bucket.name, "none ran", "", "", str(failed))
             continue
-        best, score = order[0]
-        before = dict(order).get(run.now(bucket, arch))
+        best, _ = order[0]
+        served = run.served(bucket, arch, tried)
+        ratio = "" if served.problem else f"{results.score(served, tried[best].microseconds):.2f}"
         us = ", ".join(f"{us:.1f}" for us in tried[best].microseconds)
-        table.add_row(bucket.name, results.text_of(best), us, "" if before is None else f"{before / score:.2f}", str(failed))
+        table.add_row(bucket.name, results.text_of(best), us, ratio, str(failed))
     return table

@@ -36,11 +36,12 @@ OPERATIONS: tuple[tuple[Operation, Kind], ...] = (
 #: Head dims of K and of V.
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 
-#: Caches by name. CDNA3 has FP8 types of its own.
+#: Caches by name. CDNA3 has FP8 types of its own. "fp32" is one more, with queries of that type: no table knows those.
 CACHES = ("bf16", "fp16", "e4m3", "e5m2")
 _CACHE_TYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp32": torch.float32,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "e4m3 on gfx942": torch.float8_e4m3fnuz,
@@ -76,6 +77,7 @@ class Case:
         group: query heads per KV head.
         feature: one of `FEATURES`.
         batch: requests.
+        deterministic: whether the call's bits may depend on its own request only.
     """
 
     arch: str
@@ -87,12 +89,14 @@ class Case:
     group: int = 4
     feature: str = "plain"
     batch: int = _BATCHES[0]
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
         dims = "x".join(map(str, dict.fromkeys(self.dims)))
         batch = "" if self.batch == _BATCHES[0] else f" batch{self.batch}"
-        return f"{self.arch} {self.operation} {self.kind} d{dims} {self.cache} rows{self.rows}{batch} {self.feature}"
+        end = f"{batch} {self.feature}" + (" deterministic" if self.deterministic else "")
+        return f"{self.arch} {self.operation} {self.kind} d{dims} {self.cache} rows{self.rows}{end}"
 
     @property
     def kernel(self) -> str:
@@ -100,8 +104,9 @@ class Case:
         return "tree_suffix" if self.operation == "tree_suffix" else "fused"
 
     def facts(self) -> TableFacts:
-        arguments, problem = self.arguments()
-        return table_facts(problem, arguments.k_cache.dtype, arguments.q.dtype, split=self.operation == "fused_split")
+        a, problem = self.arguments()
+        split = self.operation == "fused_split"
+        return table_facts(problem, a.k_cache.dtype, a.q.dtype, split=split, deterministic=self.deterministic)
 
     def configured(self) -> tuple[LaunchConfig, int, str]:
         """The launch configuration, the spilled bytes that it accepts, and where both stand."""
@@ -128,7 +133,7 @@ class Case:
         cache = cache_type(self.cache, self.arch)
         dim, v_dim = self.dims
         common: dict[str, Any] = {
-            "q": meta(self.batch * queries, heads, dim, dtype=torch.float16 if self.cache == "fp16" else torch.bfloat16),
+            "q": meta(self.batch * queries, heads, dim, dtype=cache if self.cache in ("fp16", "fp32") else torch.bfloat16),
             "k_cache": meta(slots, _KV_HEADS, dim, dtype=cache),
             "v_cache": meta(slots, _KV_HEADS, v_dim, dtype=cache),
             "table": meta(self.batch, 1 << 15, dtype=torch.int32),
@@ -142,7 +147,7 @@ class Case:
             "k_scale": meta(_KV_HEADS, dtype=torch.float32) if asked.get("scales") else 1.0,
             "v_scale": meta(_KV_HEADS, dtype=torch.float32) if asked.get("scales") else 1.0,
             "sm_scale": None,
-            "deterministic": False,
+            "deterministic": self.deterministic,
             "out": None,
             "lse": None,
             "return_lse": self.feature != "plain" or self.operation == "tree_suffix",
@@ -191,7 +196,8 @@ def serves(kind: str, feature: str) -> bool:
 def shipped(arch: str) -> Iterator[Case]:
     """Calls that together reach every entry of the table of `arch`, each with every shape and cache type that it serves.
 
-    FP16 and E5M2 caches, which compile like BF16 and E4M3 ones, come with one head dim; features take turns.
+    FP16 and E5M2 caches, which compile like BF16 and E4M3 ones, come with one head dim; features take turns. Behind them, for
+    every range of rows that an entry divides by how full the device is, what serves a deterministic call, which never says that.
     """
     features, groups, turn = tuple(FEATURES), (4, 8, 1, 5), 0
     for (operation, kind), dims, cache in product(OPERATIONS, DIMS, CACHES):
@@ -201,6 +207,18 @@ def shipped(arch: str) -> Iterator[Case]:
             turn += 1
             feature = next(name for k in range(len(features)) if serves(kind, name := features[(turn + k) % len(features)]))
             yield Case(arch, operation, kind, dims, cache, rows, groups[turn % len(groups)], feature, batch)
+    for operation in ("fused", "fused_split", "tree_suffix"):
+        for rows in _rows_by_total(arch, operation):
+            yield Case(arch, operation, "qlen_only", (128, 128), "bf16", rows, deterministic=True)
+
+
+def _rows_by_total(arch: str, operation: Operation) -> tuple[int, ...]:
+    """Row counts for which the table of `arch` asks how many rows there are in all."""
+    table, kernel = read(arch), "tree_suffix" if operation == "tree_suffix" else "fused"
+    entries = () if table is None else table.kernels[kernel]
+    asking = [when for when in map(_when, entries) if (operation == "fused_split") in when.get("split", (False, True))]
+    named = {when.get("rows", (1, None)) for when in asking if "total_rows" in when}
+    return tuple(sorted(_size(rows, (1, None))[0] for rows in named))
 
 
 def _sizes(arch: str, kernel: str) -> tuple[tuple[int, int], ...]:

@@ -114,8 +114,6 @@ def check_verify(a: VerifyArguments) -> Problem:
         ArgumentError: naming the argument, what came and what is allowed.
     """
     problem = _check_common(a, kind_of(a.mask, a.mask_layout), a.num_draft_tokens, ragged=a.q_offsets is not None)
-    if problem.batch == 0:
-        return problem
     queries = _check_queries(a, problem)
     check_mask(problem, a.mask, a.mask_offsets)
     _check_positions(a, problem)
@@ -135,8 +133,6 @@ def check_draft_decode(a: DraftArguments) -> Problem:
     checks.integer("topk", a.topk, 1)
     checks.integer("step", a.step, 0)
     problem = _check_common(a, "branches", a.topk, ragged=False)
-    if problem.batch == 0:
-        return problem
     shape: tuple[int | str, ...] = (problem.batch, a.topk, "steps")
     checks.tensor("draft_slots", a.draft_slots, shape, checks.INTS, problem.device)
     if a.step >= a.draft_slots.shape[2]:
@@ -210,19 +206,24 @@ def _check_queries(a: VerifyArguments, problem: Problem) -> torch.Tensor | int:
             raise ArgumentError("num_draft_tokens", "None without q_offsets", "W, or q_offsets for ragged rows")
         _check_row_count("num_draft_tokens", problem.batch * a.num_draft_tokens, problem.rows)
         return a.num_draft_tokens
-    checks.tensor("q_offsets", a.q_offsets, (problem.batch + 1,), (torch.int32,), problem.device, unit_last=True)
-    if not checks.on_cpu(a.q_offsets):
-        # Counts are for checks of values, and to make them here would be launches in a captured graph.
+    counts = check_offsets(a.q_offsets, problem.batch, a.num_draft_tokens, problem.device)
+    if counts is None:
         return 0
-    counts = a.q_offsets.long().diff()
-    if (r := checks.first_row((a.q_offsets[:-1] < 0) | (counts < 0))) is not None:
-        came = f"rows {int(a.q_offsets[r])} to {int(a.q_offsets[r + 1])} for request {r}"
-        raise ArgumentError("q_offsets", came, "row numbers from 0 on that never fall")
     _check_row_count("q_offsets", int(a.q_offsets[-1]), problem.rows)
-    if a.num_draft_tokens is not None and int(counts.max()) > a.num_draft_tokens:
-        raise ArgumentError(
-            "q_offsets", f"a request of {int(counts.max())} rows", f"at most num_draft_tokens, {a.num_draft_tokens}"
-        )
+    return counts
+
+
+def check_offsets(q_offsets: torch.Tensor, batch: int, most: int | None, device: torch.device) -> torch.Tensor | None:
+    """Rows of each request, int64 [bs], at most `most`; None off the CPU, where to make them could be launches in a graph."""
+    checks.tensor("q_offsets", q_offsets, (batch + 1,), (torch.int32,), device, unit_last=True)
+    if not checks.on_cpu(q_offsets):
+        return None
+    counts = q_offsets.long().diff()
+    if (r := checks.first_row((q_offsets[:-1] < 0) | (counts < 0))) is not None:
+        came = f"rows {int(q_offsets[r])} to {int(q_offsets[r + 1])} for request {r}"
+        raise ArgumentError("q_offsets", came, "row numbers from 0 on that never fall")
+    if most is not None and (r := checks.first_row(counts > most)) is not None:
+        raise ArgumentError("q_offsets", f"request {r} of {int(counts[r])} rows", f"at most num_draft_tokens, {most}")
     return counts
 
 
@@ -241,7 +242,8 @@ def check_mask(problem: Problem, mask: torch.Tensor | None, mask_offsets: torch.
 
 def _check_positions(a: VerifyArguments, problem: Problem) -> None:
     if a.positions is None:
-        if problem.window >= 0 and problem.kind != "chain":
+        # An idle batch has no row whose position would be missed.
+        if problem.window >= 0 and problem.kind != "chain" and problem.batch > 0:
             raise ArgumentError(
                 "positions", "None with a window and a tree", "the position of every draft token: L plus its depth"
             )

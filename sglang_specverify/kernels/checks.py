@@ -1,6 +1,6 @@
 """Checks of one argument at a time: type, dtype, device, shape, stride.
 
-They look at metadata only, so none of them waits for the device. Each raises `ArgumentError`.
+They look at metadata only, so none of them waits for the device; those of values are for the CPU. Each raises `ArgumentError`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ def integer(argument: str, value: object, least: int) -> int:
     return value
 
 
+def dtype(argument: str, value: object, allowed: Collection[torch.dtype]) -> torch.dtype:
+    if value not in allowed:
+        raise ArgumentError(argument, names((value,)) if isinstance(value, torch.dtype) else repr(value), names(allowed))
+    return cast(torch.dtype, value)
+
+
 def flag(argument: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ArgumentError(argument, repr(value), "True or False")
@@ -114,12 +120,17 @@ def tree_mask(
         raise ArgumentError("mask", f"strides {list(mask.stride())}", "a contiguous mask")
 
 
+def length_values(prefix_lens: torch.Tensor) -> None:
+    """Lengths, on the CPU."""
+    if (r := first_row(prefix_lens < 0)) is not None:
+        raise ArgumentError("prefix_lens", f"{int(prefix_lens[r])} for request {r}", "0 or more")
+
+
 def table_values(
     table: torch.Tensor, row_ids: torch.Tensor, prefix_lens: torch.Tensor, ends: torch.Tensor, page_size: int
 ) -> None:
     """Lengths, row ids and the table's width, all on the CPU; the table is asked for positions below `ends[r]`."""
-    if (r := first_row(prefix_lens < 0)) is not None:
-        raise ArgumentError("prefix_lens", f"{int(prefix_lens[r])} for request {r}", "0 or more")
+    length_values(prefix_lens)
     rows, width = table.shape
     if (r := first_row((row_ids < 0) | (row_ids >= rows))) is not None:
         raise ArgumentError("row_ids", f"{int(row_ids[r])} for request {r}", f"a row of table: 0 to {rows - 1}")

@@ -97,8 +97,7 @@ def compact_visible_slots(
     device = table.device
     batch = len(checks.tensor("prefix_lens", prefix_lens, ("bs",), checks.INTS, device))
     checks.tensor("row_ids", row_ids, (batch,), (torch.int32,), device)
-    if batch > 0:
-        checks.tree_mask(mask, mask_layout, mask_offsets, batch, w, device)
+    checks.tree_mask(mask, mask_layout, mask_offsets, batch, w, device)
     if slot_map is not None:
         checks.tensor("slot_map", slot_map, ("n",), checks.INTS, device)
     for name, output, shape in (("out_slots", out_slots, (">= bs*W", w)), ("out_lens", out_lens, (">= bs*W",))):

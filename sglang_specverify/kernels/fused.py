@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent
 from sglang_specverify.kernels.plan import Plan, Tree, padded
 
 LOG2_E = math.log2(math.e)
+#: Types of Q; a cache has Q's or an FP8 one.
+QUERIES = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = {"chain": 0, "qlen_only": 1, "full_mask": 1, "branches": 2}
 
 
@@ -108,10 +111,8 @@ def fused_launch(
     verify = a if isinstance(a, VerifyArguments) else None
     draft = a if isinstance(a, DraftArguments) else None
     tiles = -(-packed_rows(problem) // config.block_m)
-    k_scale, k_factor = scale_of(a.k_scale)
-    v_scale, v_factor = scale_of(a.v_scale)
-    capped = problem.softcap > 0
-    scale = problem.sm_scale * k_factor * (2.0 / problem.softcap if capped else 1.0) * LOG2_E
+    k_scale, v_scale = (scale_of(value)[0] for value in (a.k_scale, a.v_scale))
+    numbers = factors(a, problem)
     queries = problem.queries or 1
     parts_ahead, combine = _parts_ahead(config, problem.v_head_dim)
     by_launch = split is not None and split.plan.combined_by_launch
@@ -147,9 +148,9 @@ def fused_launch(
             "tree_words": 1 if tree is None else tree.words,
             "branch_keys": 1 if draft is None else draft.step + 1,
             "window": problem.window,
-            "scale": scale,
-            "softcap": problem.softcap * LOG2_E,
-            "out_scale": v_factor,
+            "scale": numbers.score,
+            "softcap": numbers.cap,
+            "out_scale": numbers.out,
             **strides_of(a, out, lse),
             "draft_row": 0 if slots is None else slots.stride(0),
             "draft_branch": 0 if slots is None else slots.stride(1),
@@ -165,7 +166,7 @@ def fused_launch(
             "PAGE_SIZE": problem.page_size,
             "HAS_SLOT_MAP": a.slot_map is not None,
             "HAS_WINDOW": windowed,
-            "HAS_SOFTCAP": capped,
+            "HAS_SOFTCAP": problem.softcap > 0,
             "HAS_SINKS": a.sinks is not None,
             "HAS_LSE": lse is not None,
             "K_SCALE": scale_mode(k_scale),
@@ -174,7 +175,7 @@ def fused_launch(
             "MERGE": merge,
             # A loop of its own for what needs no mask pays where the prefix is long; a window masks everything.
             "PEEL": bool(config.peel) and not merge and not windowed,
-            "SIGNED": k_scale is not None or scale <= 0.0,
+            "SIGNED": k_scale is not None or numbers.score <= 0.0,
             "AHEAD": config.max_registers == 0,
             "COMBINE": combine,
             "PARTS_AHEAD": parts_ahead,
@@ -216,6 +217,36 @@ def strides_of(a: CommonArguments, out: torch.Tensor, lse: torch.Tensor | None) 
     }
 
 
+@dataclass(frozen=True)
+class Factors:
+    """The numbers that a kernel multiplies with, as the FP32 values that reach it: a small one is 0 there, a large one infinite.
+
+    Attributes:
+        score: of q . k, in units of log 2; with a soft cap twice as much, over the cap.
+        cap: the soft cap in those units.
+        out: of the output.
+    """
+
+    score: float
+    cap: float
+    out: float
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, (self.score, self.cap, self.out)))
+
+
+def factors(a: CommonArguments, problem: Problem) -> Factors:
+    """Those of a checked call, without what a tensor of scales adds on the device."""
+    doubled = 2.0 / problem.softcap if problem.softcap > 0 else 1.0
+    score = problem.sm_scale * scale_of(a.k_scale)[1] * doubled * LOG2_E
+    return Factors(*map(as_fp32, (score, problem.softcap * LOG2_E, scale_of(a.v_scale)[1])))
+
+
+def as_fp32(value: float) -> float:
+    return ctypes.c_float(value).value
+
+
 def scale_of(value: Scale) -> tuple[torch.Tensor | None, float]:
     """A tensor to read on the device, or a number to fold in."""
     return (value, 1.0) if isinstance(value, torch.Tensor) else (None, float(value))
@@ -227,9 +258,8 @@ def scale_mode(value: torch.Tensor | None) -> Any:
 
 def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) -> str | None:
     """Why the fused kernel does not serve a checked call on `arch` ("none": the interpreter), or None."""
-    half = (torch.bfloat16, torch.float16, torch.float32)
-    if a.q.dtype not in half:
-        return f"q is {checks.names((a.q.dtype,))}, and it takes {checks.names(half)}"
+    if a.q.dtype not in QUERIES:
+        return f"q is {checks.names((a.q.dtype,))}, and it takes {checks.names(QUERIES)}"
     for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
         if cache.dtype != a.q.dtype and cache.dtype not in checks.FP8:
             return f"{name} is {checks.names((cache.dtype,))}, and it takes q's type or FP8"
@@ -239,6 +269,8 @@ def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) ->
         return f"head dims {problem.head_dim} and {problem.v_head_dim}, and it takes 256 at most"
     if problem.ragged and problem.queries is None:
         return "q_offsets came without num_draft_tokens, the most rows of a request, which sets the grid"
+    if not factors(a, problem).finite:
+        return "sm_scale, softcap or a scale makes a factor that is infinite in FP32"
     if problem.out_dtype == torch.float64 or (a.lse is not None and a.lse.dtype != torch.float32):
         return "FP64 outputs, and it computes in FP32"
     return None

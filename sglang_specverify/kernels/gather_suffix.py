@@ -10,6 +10,7 @@ An LSE of -inf, or of +inf as FlashAttention 2 has it, is an empty prefix, whose
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import Scale
-from sglang_specverify.kernels.fused import _fp8_runs
+from sglang_specverify.kernels.fused import LOG2_E, _fp8_runs, as_fp32, scale_of
 from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
 from sglang_specverify.kernels.merge import STATES, merge_fp64
 
@@ -146,8 +147,7 @@ def gather_suffix_merge_launch(a: SuffixArguments, arch: str) -> Launch:
 
     (rows, depth), q_heads, (_, kv_heads, dim), v_dim = a.suffix_slots.shape, a.q.shape[1], a.k_cache.shape, a.v_cache.shape[2]
     group = q_heads // kv_heads
-    k_scale, k_number = (a.k_scale, 1.0) if isinstance(a.k_scale, torch.Tensor) else (None, float(a.k_scale))
-    v_scale, v_number = (a.v_scale, 1.0) if isinstance(a.v_scale, torch.Tensor) else (None, float(a.v_scale))
+    (k_scale, k_number), (v_scale, v_number) = map(scale_of, (a.k_scale, a.v_scale))
     arguments = {
         "q": a.q, "k": a.k_cache, "v": a.v_cache, "suffix_slots": a.suffix_slots, "suffix_lens": a.suffix_lens,
         "prefix_out": a.prefix_out, "prefix_lse": a.prefix_lse, "sinks": a.sinks, "k_scale": k_scale, "v_scale": v_scale,
@@ -236,6 +236,14 @@ def _unserved(a: SuffixArguments, arch: str) -> ArgumentError | None:
             return ArgumentError(name, checks.names((cache.dtype,)), allowed)
         if cache.shape[2] > MAX_HEAD_DIM:
             return ArgumentError(name, f"head dim {cache.shape[2]}", f"at most {MAX_HEAD_DIM} in this kernel")
+    factors = {
+        "sm_scale": a.scale * scale_of(a.k_scale)[1],
+        "softcap": max(a.softcap, 2.0 * LOG2_E / a.softcap) if a.softcap > 0 else 0.0,
+        "v_scale": scale_of(a.v_scale)[1],
+    }
+    for name, factor in factors.items():
+        if not math.isfinite(as_fp32(factor)):
+            return ArgumentError(name, f"a factor of {factor}", "one that is finite in FP32")
     for name, output, types in (("prefix_out", a.prefix_out, STATES), ("prefix_lse", a.prefix_lse, (torch.float32,))):
         if output.dtype not in types:
             return ArgumentError(name, checks.names((output.dtype,)), checks.names(types))

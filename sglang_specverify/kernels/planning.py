@@ -9,8 +9,8 @@ import torch
 from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels import checks, specialized
-from sglang_specverify.kernels.arguments import Problem, check_mask, kind_of
-from sglang_specverify.kernels.fused import call_of, packed_rows, tree_of
+from sglang_specverify.kernels.arguments import Problem, check_mask, check_offsets, kind_of
+from sglang_specverify.kernels.fused import QUERIES, call_of, packed_rows, tree_of
 from sglang_specverify.kernels.launch import LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, padded, plan_launch, with_buffer
 from sglang_specverify.kernels.run import config_of, programs_of, shape_of
@@ -85,7 +85,7 @@ def plan_verify_attention(
         dtype, cache_dtype: of Q and of the cache; the cache's is `dtype` where None.
         page_size, window: as in `verify_attention`.
         branches: the plan is for `draft_decode_attention`.
-        q_offsets: int32 [bs + 1], for ragged rows; `num_rows` then says how many rows Q has.
+        q_offsets: int32 [bs + 1], for ragged rows; `num_rows` then says how many rows Q has, as many as it ends at or more.
         mask, mask_layout, mask_offsets: as in `verify_attention`. A call with this plan takes its mask from here.
         deterministic: divide by each request's own length only.
         divide: whether prefixes are divided; where None, if they would leave the device half empty.
@@ -99,7 +99,7 @@ def plan_verify_attention(
         the plan, over `out`.
 
     Raises:
-        ArgumentError: an argument that does not fit; nothing was launched.
+        ArgumentError: an argument that does not fit, on a CPU also a value; nothing was launched.
         SpecverifyError: the tensors are where no kernel runs.
     """
     plan, masks = plan_of(prefix_lens, Layers(
@@ -109,6 +109,8 @@ def plan_verify_attention(
         divide=divide, programs=programs, config=config, kernel=kernel, out=out,
     ))  # fmt: skip
     checks.tensor("row_ids", row_ids, (plan.batch,), (torch.int32,), prefix_lens.device, unit_last=True)
+    if checks.on_cpu(row_ids) and (r := checks.first_row(row_ids < 0)) is not None:
+        raise ArgumentError("row_ids", f"{int(row_ids[r])} for request {r}", "a row of table: 0 or more")
     if plan.batch > 0:
         plan_launch(prefix_lens, row_ids, plan, masks).run()
     return plan
@@ -120,15 +122,24 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
     device, batch = prefix_lens.device, len(prefix_lens)
     for name in ("num_draft_tokens", "q_heads", "kv_heads", "head_dim", "page_size"):
         checks.integer(name, getattr(a, name), 1)
+    for name in ("v_head_dim", "programs"):
+        if getattr(a, name) is not None:
+            checks.integer(name, getattr(a, name), 1)
     checks.integer("window", a.window, -1)
+    for name in ("branches", "deterministic"):
+        checks.flag(name, getattr(a, name))
+    if a.divide is not None:
+        checks.flag("divide", a.divide)
+    checks.dtype("dtype", a.dtype, QUERIES)
+    if a.cache_dtype is not None:
+        checks.dtype("cache_dtype", a.cache_dtype, (*QUERIES, *checks.FP8))
+    if a.config is not None and not isinstance(a.config, LaunchConfig):
+        raise ArgumentError("config", type(a.config).__name__, "a LaunchConfig, or None")
     if a.q_heads % a.kv_heads:
         raise ArgumentError("q_heads", f"{a.q_heads} for {a.kv_heads} KV heads", "a whole number of query heads per KV head")
     if a.branches and (a.mask is not None or a.q_offsets is not None):
         raise ArgumentError("branches", "True with a mask or q_offsets", "neither: draft decode has topk rows and no mask")
-    if a.q_offsets is not None:
-        checks.tensor("q_offsets", a.q_offsets, (batch + 1,), (torch.int32,), device, unit_last=True)
-        if a.num_rows is None:
-            raise ArgumentError("num_rows", "None with q_offsets", "the rows of q")
+    counts = _check_rows(a, batch, device)
     problem = Problem(
         kind="branches" if a.branches else kind_of(a.mask, a.mask_layout),
         batch=batch, rows=batch * a.num_draft_tokens if a.num_rows is None else a.num_rows, queries=a.num_draft_tokens,
@@ -136,8 +147,11 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
         head_dim=a.head_dim, v_head_dim=a.v_head_dim or a.head_dim, page_size=a.page_size, window=a.window, softcap=0.0,
         sm_scale=1.0, out_dtype=a.dtype, device=device,
     )  # fmt: skip
-    if batch > 0:
-        check_mask(problem, a.mask, a.mask_offsets)
+    check_mask(problem, a.mask, a.mask_offsets)
+    if checks.on_cpu(prefix_lens):
+        checks.length_values(prefix_lens)
+        if a.mask is not None and a.mask_offsets is not None:
+            checks.mask_values(a.mask, a.mask_offsets, prefix_lens, a.num_draft_tokens if counts is None else counts)
     if not uses_triton(device):
         raise SpecverifyError(
             f"plans are for Triton kernels, and none run on {device.type} here",
@@ -163,6 +177,23 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
     if a.mask is not None:
         masks = Masks(a.mask, a.mask_layout == "full_mask", a.mask_offsets, a.q_offsets, a.num_draft_tokens)
     return with_buffer(plan, device, a.out), masks
+
+
+def _check_rows(a: Layers, batch: int, device: torch.device) -> torch.Tensor | None:
+    """Rows of each request where they differ, int64 [bs], on a CPU. The buffer holds the bits of `num_rows` rows and no more."""
+    if a.num_rows is not None:
+        checks.integer("num_rows", a.num_rows, 0)
+    if a.q_offsets is None:
+        need = batch * a.num_draft_tokens
+        if a.num_rows is not None and a.num_rows < need:
+            raise ArgumentError("num_rows", a.num_rows, f"bs*W = {need} or more, or None")
+        return None
+    counts = check_offsets(a.q_offsets, batch, a.num_draft_tokens, device)
+    if a.num_rows is None:
+        raise ArgumentError("num_rows", "None with q_offsets", "the rows of q")
+    if counts is not None and a.num_rows < int(a.q_offsets[-1]):
+        raise ArgumentError("num_rows", a.num_rows, f"{int(a.q_offsets[-1])} or more: q_offsets ends there")
+    return counts
 
 
 def _check_kernel(a: Layers, problem: Problem, arch: str) -> None:
@@ -209,8 +240,10 @@ def verify_attention_workspace_size(
     for name, value in (("batch", batch), ("num_draft_tokens", num_draft_tokens), ("q_heads", q_heads),
                         ("kv_heads", kv_heads), ("v_head_dim", v_head_dim)):  # fmt: skip
         checks.integer(name, value, 0 if name == "batch" else 1)
+    checks.flag("deterministic", deterministic)
     if multiprocessors is None:
         multiprocessors = max(1, detect().multiprocessors)
+    checks.integer("multiprocessors", multiprocessors, 1)
     if q_heads % kv_heads:
         raise ArgumentError("q_heads", f"{q_heads} for {kv_heads} KV heads", "a whole number of query heads per KV head")
     rows = num_draft_tokens * (q_heads // kv_heads)

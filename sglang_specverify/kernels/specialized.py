@@ -7,7 +7,7 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import DraftArguments, Problem, VerifyArguments
-from sglang_specverify.kernels.fused import LOG2_E, Split, packed_rows, strides_of, tree_of
+from sglang_specverify.kernels.fused import Split, factors, packed_rows, strides_of, tree_of
 from sglang_specverify.kernels.launch import Launch, LaunchConfig, has_dependent_launch
 from sglang_specverify.kernels.plan import Plan
 
@@ -53,8 +53,11 @@ def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) ->
         return "slots are mapped to another pool"
     if isinstance(a.k_scale, torch.Tensor) or isinstance(a.v_scale, torch.Tensor):
         return "scales are tensors"
-    if problem.sm_scale * float(a.k_scale) <= 0.0:
-        return "the scale of the scores is not positive"
+    numbers = factors(a, problem)
+    if numbers.score <= 0.0:
+        return "the scale of the scores is not positive in FP32"
+    if not numbers.finite:
+        return "a scale is infinite in FP32"
     if a.lse is not None and a.lse.dtype != torch.float32:
         return "the LSE is not FP32"
     for name, given in (("q", a.q), ("k_cache", a.k_cache), ("v_cache", a.v_cache), ("out", a.out)):
@@ -99,7 +102,7 @@ def specialized_launch(
         raise ArgumentError("config", str(config), f"block_m {BLOCK_M}, block_n 64 or 128, num_warps 4, num_stages 2 or more")
     from sglang_specverify.kernels.specialized_kernel import specialized_kernel
 
-    tiles, tree = tiles_of(problem), tree_of(problem)
+    tiles, tree, numbers = tiles_of(problem), tree_of(problem), factors(a, problem)
     # Of one part of the prefix of every request: the plan knows how many parts there are.
     items = tiles * problem.kv_heads * (problem.batch if split is None else 1)
     most = items if split is None else items * split.plan.capacity
@@ -127,8 +130,8 @@ def specialized_launch(
             "heads": problem.kv_heads,
             "queries": problem.queries,
             "tree_words": 1 if tree is None else tree.words,
-            "scale": problem.sm_scale * float(a.k_scale) * LOG2_E,
-            "out_scale": float(a.v_scale),
+            "scale": numbers.score,
+            "out_scale": numbers.out,
             **strides_of(a, out, lse),
             "items_at": 0 if split is None else split.plan.items_at,
             "counters_at": 0 if split is None else split.plan.counters_at,

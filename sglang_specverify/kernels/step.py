@@ -115,12 +115,7 @@ def prepare_step(
     if batch == 0:
         return plan
     if checks.on_cpu(prefix_lens):
-        if (r := checks.first_row(prefix_lens < 0)) is not None:
-            raise ArgumentError("prefix_lens", f"{int(prefix_lens[r])} for request {r}", "0 or more")
-        counts = _counts(q_offsets, num_draft_tokens)
-        if mask is not None and mask_offsets is not None:
-            checks.mask_values(mask, mask_offsets, prefix_lens, num_draft_tokens if counts is None else counts)
-        ends = prefix_lens.long() + (extra if counts is None else counts)
+        ends = prefix_lens.long() + (extra if q_offsets is None else q_offsets.long().diff())
         for name, target, by in (("table", table, None), ("window_table", window_table, slot_map)):
             if target is not None:
                 slots_of(req_to_token, req_pool_indices, ends, page_size, by, target.shape[1], ("prefix_lens", name))
@@ -192,13 +187,3 @@ def _check_copy(name: str, value: torch.Tensor, batch: int, device: torch.device
     checks.output(name, checks.tensor(name, value, (">= bs", "width"), (torch.int32,), device, unit_last=True))
     if len(value) < batch:
         raise ArgumentError(name, f"{len(value)} rows", f"{batch} or more, one for each request")
-
-
-def _counts(q_offsets: torch.Tensor | None, most: int) -> torch.Tensor | None:
-    """Rows of each request, int64 [bs], on a CPU."""
-    if q_offsets is None:
-        return None
-    counts = q_offsets.long().diff()
-    if (r := checks.first_row((counts < 0) | (counts > most))) is not None:
-        raise ArgumentError("q_offsets", f"{int(counts[r])} rows for request {r}", f"0 to num_draft_tokens, {most}")
-    return counts

@@ -60,6 +60,10 @@ def rule(arch: str, kernel: str, facts: TableFacts) -> LaunchConfig:
         most, amd = 64 if wide else 128, (("waves_per_eu", 1), ("matrix_instr_nonkdim", 16))
         block_m = _block_for(facts.rows, most)
         return LaunchConfig(block_m, 32 if wide else 64, 8 if block_m > 64 else 4, 1, 2 if block_m <= 32 else 1, amd)
+    if facts.q_bits > 16:
+        # No matrix instruction of NVIDIA's multiplies FP32 exactly. Threads do, from small tiles: large
+        # ones spill kilobytes. These spill nothing on SM90, and up to 16 bytes on SM100.
+        return LaunchConfig(16, 16, 8, 1) if max(facts.head_dim, facts.v_head_dim) > 128 else LaunchConfig(16, 32, 4, 1)
     if not arch.startswith(("sm_9", "sm_10")):
         # 99 KB of shared memory on sm_86, sm_89 and sm_120.
         return LaunchConfig(_block_for(facts.rows, 64), 32, 4, 1 if wide else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -87,23 +88,26 @@ def buckets() -> tuple[Bucket, ...]:
     return tuple(out)
 
 
-def candidates(arch: str, bucket: Bucket, shipped: LaunchConfig) -> tuple[LaunchConfig, ...]:
-    """Blocks and warps to try for `bucket`, what serves it now first; `refinements` then vary the fastest of them.
+def candidates(arch: str, bucket: Bucket, shipped: Sequence[LaunchConfig]) -> tuple[LaunchConfig, ...]:
+    """Blocks and warps to try for `bucket`, what serves its calls now first; `refinements` then vary the fastest of them.
 
     Blocks of rows up to the rows of the range, and for each warp between 256 and 2048 scores at once. Parts are combined as
-    what serves now combines them.
+    what serves the first call now combines them.
+
+    Args:
+        shipped: what serves each of its calls now.
     """
     amd = arch.startswith("gfx")
     rows = max(call.queries * call.group for call in bucket.calls)
     wide = bucket.calls[0].head_dim > 128
     blocks = [block for block in (16, 32, 64, 128) if rows // 4 <= block <= max(16, rows)][-2:]
-    out = [shipped]
+    out = list(shipped)
     for block_m, block_n, warps in product(blocks, (32, 64, 128), (2, 4, 8)):
         scores = block_m * block_n // warps
         if 256 <= scores <= 2048 and not (wide and (block_n > 64 or block_m > 16 * warps)):
             stages = 1 if amd else 2 if wide or bucket.kernel == "tree_suffix" else 3
             options = _amd_options(arch)[0] if amd else ()
-            out.append(LaunchConfig(block_m, block_n, warps, stages, 1, options, combine=shipped.combine))
+            out.append(LaunchConfig(block_m, block_n, warps, stages, 1, options, combine=shipped[0].combine))
     return tuple(dict.fromkeys(out))
 
 

@@ -12,6 +12,8 @@ from sglang_specverify.kernels.arguments import Problem, VerifyArguments, check_
 from sglang_specverify.kernels.configured import configured_launches
 from sglang_specverify.kernels.launch import Launch, LaunchConfig
 from sglang_specverify.kernels.reference import run_verify
+from sglang_specverify.kernels.run import table_facts
+from sglang_specverify.kernels.table_schema import TableFacts
 from sglang_specverify.tuning.buckets import KV_HEADS, Call
 
 #: 2^-8 for each of the two roundings to BF16, of the softmax weights and of the result; and one more for summing in FP32 in
@@ -47,7 +49,22 @@ class Inputs:
 
 def make(call: Call, device: str, arch: str, seed: int = 0) -> Inputs:
     """Normal values, and slots in no order, as in a pool that has served for a while."""
-    gen = torch.Generator(device).manual_seed(seed)
+    arguments = _arguments(call, device, arch, torch.Generator(device).manual_seed(seed))
+    problem = check_verify(arguments)
+    shape = problem.rows, problem.q_heads
+    out = torch.empty(*shape, problem.v_head_dim, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(shape, dtype=torch.float32, device=device)
+    prefix = _prefix(arguments) if call.operation == "tree_suffix" else None
+    return Inputs(call, arguments, problem, out, lse, prefix)
+
+
+def facts_of(call: Call, arch: str) -> TableFacts:
+    """What the launch tables know of the call: of the same arguments, without memory behind them."""
+    a = _arguments(call, "meta", arch, None)
+    return table_facts(check_verify(a), a.k_cache.dtype, a.q.dtype, split=call.operation == "fused_split")
+
+
+def _arguments(call: Call, device: str, arch: str, gen: torch.Generator | None) -> VerifyArguments:
     rows, heads, width = call.batch * call.queries, KV_HEADS * call.group, call.prefix + call.queries
     slots = call.batch * width
 
@@ -67,16 +84,11 @@ def make(call: Call, device: str, arch: str, seed: int = 0) -> Inputs:
         "row_ids": torch.arange(call.batch, device=device, dtype=torch.int32),
         "prefix_lens": torch.full((call.batch,), call.prefix, device=device, dtype=torch.int32),
     }
-    arguments = VerifyArguments(
+    return VerifyArguments(
         **common, page_size=1, num_draft_tokens=call.queries, q_offsets=None, slot_map=None, mask=mask, mask_layout="qlen_only",
         mask_offsets=None, positions=None, window=-1, softcap=0.0, sinks=None, k_scale=1.0, v_scale=1.0, sm_scale=None,
         deterministic=False, out=None, lse=None, return_lse=True,
     )  # fmt: skip
-    problem = check_verify(arguments)
-    out = torch.empty(rows, heads, call.head_dim, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
-    prefix = _prefix(arguments) if call.operation == "tree_suffix" else None
-    return Inputs(call, arguments, problem, out, lse, prefix)
 
 
 def _prefix(a: VerifyArguments) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,9 @@ from sglang_specverify.errors import ArgumentError, SpecverifyError
 from sglang_specverify.hardware import Hardware
 from sglang_specverify.kernels import tables
 from sglang_specverify.kernels.launch import LaunchConfig
-from sglang_specverify.kernels.table_schema import Entry, TableFacts, render
-from sglang_specverify.tuning.buckets import Bucket, Call, buckets, candidates, refinements
+from sglang_specverify.kernels.table_schema import Entry, render
+from sglang_specverify.tuning.buckets import Bucket, buckets, candidates, refinements
+from sglang_specverify.tuning.inputs import expect, facts_of, make
 from sglang_specverify.tuning.results import Measured, State, entry_of, key_of, ranked, table_of, timings_of
 
 #: How one launch does on the calls of a bucket.
@@ -82,22 +83,17 @@ class _Missing(Exception):
     """Not measured yet."""
 
 
-def now(bucket: Bucket, arch: str) -> LaunchConfig:
-    """What serves the bucket's calls without tuning."""
-    return tables.lookup(arch, bucket.kernel, facts_of(bucket.calls[0]))[0]
+def now(bucket: Bucket, arch: str) -> tuple[LaunchConfig, ...]:
+    """What serves each of the bucket's calls without tuning: not one launch for all where a table asks how full the device is."""
+    return tuple(tables.lookup(arch, bucket.kernel, facts_of(call, arch))[0] for call in bucket.calls)
 
 
-def facts_of(call: Call) -> TableFacts:
-    return TableFacts(
-        rows=call.queries * call.group,
-        head_dim=call.head_dim,
-        v_head_dim=call.head_dim,
-        cache_bits=call.cache_bits,
-        q_bits=16,
-        split=call.operation == "fused_split",
-        page_size=1,
-        kind=call.kind,
-    )
+def served(bucket: Bucket, arch: str, measured: Mapping[LaunchConfig, Measured]) -> Measured:
+    """Each of the bucket's calls with what serves it without tuning; a problem where one of them was not timed."""
+    found = [measured.get(config, Measured((), "not measured")) for config in now(bucket, arch)]
+    if failed := [m.problem for m in found if m.problem]:
+        return Measured((), failed[0])
+    return Measured(tuple(m.microseconds[n] for n, m in enumerate(found)))
 
 
 def text_of_table(
@@ -216,8 +212,6 @@ class Gpu:
         return max(compile_launch(launch, self.arch).spill_bytes for launch in launches)
 
     def _prepare(self, bucket: Bucket) -> None:
-        from sglang_specverify.tuning.inputs import expect, make
-
         if bucket == self._bucket:
             return
         self._bucket, self._timed, self._expected = bucket, [], ()

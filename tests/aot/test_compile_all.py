@@ -54,6 +54,9 @@ def test_every_entry_of_every_table_is_compiled() -> None:
         assert {(case.operation, case.kind) for case in cases} == set(OPERATIONS)
         assert {(case.dims, case.cache) for case in cases} >= {(dims, cache) for dims in DIMS for cache in ("bf16", "e4m3")}
         assert {case.cache for case in cases} == set(CACHES)
+        # Where the number of rows in all decides, also a call that does not say it.
+        asking = {name for name in ("fused", "tree_suffix") for entry in table.kernels[name] if "total_rows" in dict(entry.when)}
+        assert {case.kernel for case in cases if case.facts().total_rows == 0} == asking
 
 
 @pytest.mark.usefixtures("inventing")

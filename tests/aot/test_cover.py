@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compile_all import Outcome
+from sglang_specverify.kernels.aot_cases import Case
 from sglang_specverify.kernels.aot_specialized import specialized
 from sglang_specverify.kernels.sparse_mla.arguments import CONTRACTS
 from sglang_specverify.kernels.targets import TARGETS, from_arch
@@ -28,6 +29,8 @@ MATRIX_E4M3 = {"tcgen05.mma kind::f8f6f4"}
 
 
 SPECIALIZED = tuple(specialized("sm_90", short=True))
+#: Queries and cache in FP32, with the widest heads and more rows than a tile holds: what a rule that does not fit shows first.
+FP32 = tuple(Case(arch, "fused_split", "qlen_only", (256, 256), "fp32", 256) for arch in ("sm_90", "gfx942"))
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +39,7 @@ def futures(pool: ProcessPoolExecutor, pytestconfig: pytest.Config) -> dict[str,
     assert pytestconfig.cache is not None
     cache = pytestconfig.cache.mkdir("aot") / "compiled.jsonl"
     cases = {case.name: pool.submit(workers.compile_case, case, cache) for case in (*CASES, *SPECIALIZED)}
+    cases |= {case.name: pool.submit(workers.compile_fp32, case, cache) for case in FP32}
     return cases | {arch: pool.submit(workers.compile_auxiliary, arch, cache) for arch in TARGETS}
 
 
@@ -55,6 +59,14 @@ def test_attention_fits_its_target(futures: dict[str, Any], case: Any) -> None:
     assert outcome.compiled.matrix_instructions
     # A kernel that no longer stages K and V through shared memory would still compile.
     assert outcome.compiled.shared_bytes > 0
+
+
+@pytest.mark.parametrize("case", FP32, ids=lambda case: case.name)
+def test_fp32_fits_its_target(futures: dict[str, Any], case: Case) -> None:
+    compiled, problems = futures[case.name].result()
+    assert problems == []
+    assert compiled.kernel == "verify_attention_kernel"
+    assert bool(compiled.matrix_instructions) == (case.arch == "gfx942")
 
 
 @pytest.mark.parametrize("case", SPECIALIZED, ids=lambda case: case.name)

@@ -36,6 +36,14 @@ def compile_case(case: Case, cache: Path) -> Outcome:
     return run(case, aot.Cache(cache))
 
 
+def compile_fp32(case: Case, cache: Path) -> tuple[aot.Compiled | None, list[str]]:
+    """A case in FP32 with the launch that serves it. NVIDIA has no matrix instruction that multiplies FP32 exactly."""
+    config, spill_bytes, source = case.configured()
+    assert source == "rule"
+    matrix = case.arch.startswith("gfx")
+    return aot.check(case.launch(config), case.arch, aot.Cache(cache), spill_bytes=spill_bytes, matrix=matrix)
+
+
 def compile_auxiliary(arch: str, cache: Path) -> list[Outcome]:
     return [outcome_of(made, arch, aot.Cache(cache)) for made in auxiliary(arch, short=True)]
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_specverify.errors import SpecverifyError
 from tests.kernels.cases import Config
 
 from .calls import check, launches, names, to_device
@@ -96,11 +97,27 @@ def test_sinks_of_each_type(device: str, kind: str, dtype: torch.dtype) -> None:
     check(a)
 
 
-@pytest.mark.parametrize("scale", [1.0, -0.5, 0.0, "scalar", "heads"])
+@pytest.mark.parametrize("scale", [1.0, -0.5, 0.0, 1e-46, -1e-46, "scalar", "heads"])
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales(device: str, name: str, scale: Any) -> None:
     """Numbers and device tensors, of one element or one for each KV head; their sign counts too."""
     check(build(SMALL.but(**{name: scale}, q_heads=6, kv_heads=3, sinks=True), device))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("sm_scale", [1e-46, -1e-46, 1e-40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_that_fp32_does_not_hold(device: str, kind: str, sm_scale: float, softcap: float) -> None:
+    """Positive as a Python number and 0 as the kernel's: all keys weigh the same, and none is NaN."""
+    check(build(SMALL.but(**KINDS[kind], sm_scale=sm_scale, softcap=softcap, sinks=True), device))
+
+
+@pytest.mark.parametrize("change", [{"k_scale": 1e40}, {"v_scale": -1e39}, {"softcap": 1e-46}, {"softcap": 1e39}], ids=str)
+def test_factors_that_are_infinite_in_fp32_are_refused(device: str, change: dict[str, float]) -> None:
+    a = build(SMALL.but(**change), device)
+    with launches() as seen, pytest.raises(SpecverifyError, match="a factor that is infinite in FP32"):
+        check(a, variant="fused")
+    assert not seen
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

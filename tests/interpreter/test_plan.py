@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_specverify.errors import ArgumentError
-from sglang_specverify.kernels import plan_verify_attention, verify_attention, verify_attention_workspace_size
+from sglang_specverify.kernels import (
+    plan_verify_attention,
+    prepare_step,
+    verify_attention,
+    verify_attention_workspace_size,
+)
 from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import ALIGN, DETERMINISTIC_CHUNK, MAX_CTAS_PER_SM, Plan, Shape
 from sglang_specverify.kernels.table_schema import BLOCKS
@@ -284,6 +289,67 @@ def test_a_plan_of_even_rows_is_refused_by_ragged_ones(device: str) -> None:
     assert not seen
 
 
+def _refusals(device: str) -> list[tuple[str, dict[str, Any]]]:
+    """The argument that an error must name, and what to change in a plan of two requests of four rows."""
+    offsets = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
+    masked = {"mask": torch.ones(56, dtype=torch.bool, device=device), "mask_layout": "full_mask"}
+    masked["mask_offsets"] = torch.tensor([0, 28, 56], device=device)
+    square = torch.ones(2, 4, 4, dtype=torch.bool, device=device)
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("num_rows", {"num_rows": 7}), ("num_rows", {"num_rows": 7, "mask": square}), ("num_rows", {"num_rows": -1}),
+        ("num_rows", {"num_rows": 8.0, "q_offsets": offsets}), ("num_rows", {"num_rows": True}),
+        ("num_rows", {"num_rows": -1, "q_offsets": offsets, **masked}), ("num_rows", {"q_offsets": offsets}),
+        ("v_head_dim", {"v_head_dim": 0}), ("v_head_dim", {"v_head_dim": -4}), ("v_head_dim", {"v_head_dim": "a"}),
+        ("programs", {"programs": 0}), ("programs", {"programs": -5}), ("programs", {"programs": 1.5}),
+        ("dtype", {"dtype": "bf16"}), ("dtype", {"dtype": torch.float64}), ("dtype", {"dtype": torch.float8_e4m3fn}),
+        ("cache_dtype", {"cache_dtype": "fp8"}), ("cache_dtype", {"cache_dtype": torch.int8}),
+        ("divide", {"divide": 1}), ("deterministic", {"deterministic": None}), ("branches", {"branches": "no"}),
+        ("config", {"config": {"block_m": 16}}), ("mask", {"mask": "x"}), ("mask", {"mask": square[:, :3]}),
+        ("mask_layout", {"mask": square, "mask_layout": "square"}), ("mask_offsets", {**masked, "mask_offsets": None}),
+    ]  # fmt: skip
+    if device == "cpu":
+        found += [
+            ("num_rows", {"num_rows": 7, "q_offsets": offsets, **masked}), ("num_rows", {"num_rows": 0, "q_offsets": offsets}),
+            ("q_offsets", {"num_rows": 8, "q_offsets": offsets.flip(0)}),
+            ("q_offsets", {"num_rows": 9, "q_offsets": offsets + offsets // 8}),
+            ("q_offsets", {"num_rows": 8, "q_offsets": offsets - 4}),
+            ("prefix_lens", {"prefix_lens": torch.tensor([3, -3])}), ("row_ids", {"row_ids": torch.tensor([0, -1]).int()}),
+            ("mask", {**masked, "mask": masked["mask"][:55]}),
+            ("mask_offsets", {**masked, "mask_offsets": torch.tensor([0, 27, 56])}),
+            ("mask_offsets", {**masked, "mask_offsets": torch.tensor([-1, 28, 56])}),
+        ]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["", "idle"])
+@pytest.mark.parametrize("divide", [False, True])
+def test_refusals_name_the_argument_and_come_before_the_launch(device: str, divide: bool, empty: bool) -> None:
+    """`prepare_step` refuses the same; without a request whatever says nothing of one."""
+    lens, rows = torch.tensor([3, 3], device=device), torch.arange(2, dtype=torch.int32, device=device)
+    good: dict[str, Any] = {"num_draft_tokens": 4, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "divide": divide}
+    good |= {"prefix_lens": lens, "row_ids": rows}
+    whole: dict[str, Any] = {"num_draft_tokens": "x", "head_dim": 0, "q_heads": 3, "window": -2, "page_size": 0}
+    always = {"v_head_dim", "programs", "dtype", "cache_dtype", "divide", "deterministic", "branches", "config", "mask_layout"}
+    cases = [*_refusals(device), *((name, {name: value}) for name, value in whole.items())]
+    if empty:
+        good |= {"prefix_lens": lens[:0], "row_ids": rows[:0]}
+        cases = [(name, change) for name, change in cases if name in always | set(whole) or change.get("mask") == "x"]
+    pool = torch.arange(64, dtype=torch.int32, device=device).view(2, 32)
+    table = torch.full((2, 16), GUARD, dtype=torch.int32, device=device)
+    for name, change in cases:
+        buffer = torch.full((4096,), GUARD, dtype=torch.int32, device=device)
+        a = {**good, **change, "out": buffer}
+        with launches() as seen, pytest.raises(ArgumentError, match=f"^{name}: got .*; allowed: ") as caught:
+            plan_verify_attention(**a)
+        assert caught.value.argument == name and not seen and bool((buffer == GUARD).all()), change
+        if name == "row_ids":
+            continue
+        ids = a.pop("row_ids")
+        with launches() as seen, pytest.raises(ArgumentError) as caught:
+            prepare_step(pool, ids, **a, table=table, extra=4)
+        assert caught.value.argument == name and not seen and bool((table == GUARD).all()), change
+
+
 @pytest.mark.parametrize("name", ["prefix_lens", "row_ids", "q_offsets", "mask_offsets"])
 def test_strided_arguments_are_refused(device: str, name: str) -> None:
     """They are read as neighbours."""
@@ -295,9 +361,19 @@ def test_strided_arguments_are_refused(device: str, name: str) -> None:
     assert not seen
 
 
-def test_workspace_size_refuses_heads_that_do_not_divide() -> None:
-    with pytest.raises(ArgumentError, match="q_heads: got 8 for 3 KV heads"):
-        verify_attention_workspace_size(1, num_draft_tokens=4, q_heads=8, kv_heads=3, v_head_dim=64, multiprocessors=1)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv_heads": 3}, "q_heads: got 8 for 3 KV heads"),
+        ({"multiprocessors": "x"}, "multiprocessors: got 'x'; allowed: an int of at least 1"),
+        ({"multiprocessors": 0}, "multiprocessors: got 0"),
+        ({"deterministic": 1}, "deterministic: got 1; allowed: True or False"),
+    ],
+)
+def test_workspace_size_refuses_what_is_no_size(change: dict[str, Any], says: str) -> None:
+    sizes: dict[str, Any] = {"num_draft_tokens": 4, "q_heads": 8, "kv_heads": 2, "v_head_dim": 64, "multiprocessors": 1}
+    with pytest.raises(ArgumentError, match=says):
+        verify_attention_workspace_size(1, **(sizes | change))
 
 
 @given(

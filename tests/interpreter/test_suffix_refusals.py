@@ -131,6 +131,18 @@ def test_fp64_runs_on_a_cpu_only(device: str) -> None:
     assert not seen
 
 
+@pytest.mark.parametrize(("name", "value"), [("sm_scale", 1e39), ("v_scale", 1e39), ("softcap", 1e-46), ("softcap", 1e39)])
+def test_factors_that_are_infinite_in_fp32_go_to_the_reference(device: str, name: str, value: float) -> None:
+    a = to_device({**suffixes.build(suffixes.Case()), name: value}, device)
+    with launches() as seen:
+        if device == "cpu":
+            gather_suffix_merge(**a)
+        else:
+            with pytest.raises(ArgumentError, match=f"{name}: got a factor of"):
+                gather_suffix_merge(**a)
+    assert not seen
+
+
 @pytest.mark.parametrize("which", ["k_cache", "v_cache"])
 def test_wide_heads_are_refused_by_the_kernel(device: str, which: str) -> None:
     """576 and 512: the reference computes them; the kernel says what it takes, and on a CPU makes way for the reference."""

@@ -173,6 +173,27 @@ def test_verify_refusals(name: str, operation: Any) -> None:
     refused(operation, {**base(kind), **changes}, argument, text)
 
 
+IDLE = {
+    "W -3": ({"num_draft_tokens": -3}, "num_draft_tokens", "at least 1"),
+    "W text": ({"num_draft_tokens": "x"}, "num_draft_tokens", "'x'"),
+    "mask text": ({"mask": "x"}, "mask", "str"),
+    "mask of a request": ({"mask": torch.ones(1, 4, 4, dtype=torch.bool)}, "mask", "[0, 4, 4]"),
+    "q_offsets int64": ({"q_offsets": torch.tensor([0])}, "q_offsets", "int64"),
+    "positions float": ({"positions": torch.zeros(8)}, "positions", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("operation", [verify_attention, verify_attention_reference])
+def test_refusals_of_an_idle_batch(name: str, operation: Any) -> None:
+    """With no request too: what is wrong now would be wrong with the next."""
+    changes, argument, text = IDLE[name]
+    a = base()
+    idle = {"prefix_lens": a["prefix_lens"][:0], "row_ids": a["row_ids"][:0]}
+    assert operation(**{**a, **idle}).shape == (9, 4, 6)
+    refused(operation, {**a, **idle, **changes}, argument, text)
+
+
 DRAFT = {
     "topk 0": ({"topk": 0}, "topk", "at least 1"),
     "topk against draft_slots": ({"topk": 3}, "draft_slots", "[2, 3, steps]"),
@@ -191,6 +212,16 @@ def test_draft_refusals(name: str, operation: Any) -> None:
     changes, argument, text = DRAFT[name]
     c = Config(q_heads=4, kv_heads=2, v_head_dim=6, q_dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
     refused(operation, {**build_draft(c, topk=4, step=0, steps=2), **changes}, argument, text)
+
+
+@pytest.mark.parametrize("operation", [draft_decode_attention, draft_decode_attention_reference])
+def test_refusals_of_idle_branches(operation: Any) -> None:
+    c = Config(q_heads=4, kv_heads=2, v_head_dim=6, q_dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    a = build_draft(c, topk=4, step=0, steps=2)
+    idle = {**a, "prefix_lens": a["prefix_lens"][:0], "row_ids": a["row_ids"][:0], "draft_slots": a["draft_slots"][:0]}
+    assert operation(**idle).shape[0] == len(a["q"])
+    refused(operation, {**idle, "draft_slots": "x"}, "draft_slots", "str")
+    refused(operation, {**idle, "step": 2}, "step", "less than the 2 steps")
 
 
 def test_too_few_rows_for_the_branches() -> None:

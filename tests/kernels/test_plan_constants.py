@@ -11,6 +11,7 @@ from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK, MIN_CHUNKS, Plan, plan_constants
 from sglang_specverify.kernels.planning import Layers, plan_of
 
+INT32 = torch.int32
 KV_HEADS, MULTIPROCESSORS = 8, 132
 #: Batches that leave the device half empty and that do not, up to the most rows that the table tells apart.
 BATCHES = (1, 4, 32, 600)
@@ -86,3 +87,16 @@ def test_a_deterministic_part_is_the_same_for_every_launch() -> None:
     p = plan("fused", 16, 128, 16, 4, divide=True, deterministic=True)
     assert p.divides
     assert plan_constants(p, None)["MIN_CHUNK"] == DETERMINISTIC_CHUNK
+
+
+def test_a_plan_looks_at_no_value_off_the_cpu() -> None:
+    """Meta tensors hold none: a check that looked would fail. A GPU would wait at the same place."""
+    lens, offsets, starts = (torch.empty(n, dtype=t, device="meta") for n, t in ((2, INT32), (3, INT32), (3, torch.int64)))
+    mask = torch.empty(99, dtype=torch.bool, device="meta")
+    made, masks = plan_of(lens, Layers(
+        num_draft_tokens=4, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=None, dtype=torch.bfloat16, cache_dtype=None,
+        page_size=1, window=-1, branches=False, q_offsets=offsets, num_rows=8, mask=mask,
+        mask_layout="full_mask", mask_offsets=starts, deterministic=False, divide=True, programs=None, config=None,
+        kernel="fused", out=None,
+    ))  # fmt: skip
+    assert made.tree is not None and made.tree.rows == 8 and masks is not None

@@ -25,10 +25,12 @@ LAUNCH = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "ctas_p
 
 
 def calls() -> Iterator[TableFacts]:
+    """Calls of every size; batch 0 stands for the deterministic ones."""
     kinds: tuple[Any, ...] = ("chain", "qlen_only", "full_mask", "branches")
-    rows_of, dims, batches = (1, 4, 16, 17, 64, 128, 4096), (64, 96, 128, 256), (0, 1, 8, 64)
-    for rows, dim, bits, split, kind, batch in product(rows_of, dims, (8, 16), (True, False), kinds, batches):
-        yield TableFacts(rows, dim, dim, bits, 16, split, 1, kind, 8 * rows * batch)
+    rows_of, batches = (1, 4, 16, 17, 64, 128, 4096), (0, 1, 8, 64)
+    dims = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (128, 64))
+    for rows, (k, v), bits, split, kind, batch in product(rows_of, dims, (8, 16), (True, False), kinds, batches):
+        yield TableFacts(rows, k, v, bits, 16, split, 1, kind, 8 * rows * batch)
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -62,6 +64,19 @@ def test_every_entry_of_a_shipped_table_can_win(arch: str) -> None:
         assert won == set(range(len(entries))), f"{arch} {kernel}: entries that nothing reaches, or calls() is too small"
 
 
+@pytest.mark.parametrize("arch", ARCHES)
+def test_deterministic_calls_have_a_measured_launch_where_others_have_one(arch: str) -> None:
+    """They never say how full the device is, so they may not fall through conditions on that onto an entry for other calls."""
+    shipped = tables.read(arch)
+    assert shipped is not None
+    for kernel, facts in product(shipped.kernels, calls()):
+        if facts.total_rows > 0:
+            others, alone = (tables.find(arch, kernel, f) for f in (facts, replace(facts, total_rows=0)))
+            assert isinstance(others, str) == isinstance(alone, str), (kernel, facts)
+            if not isinstance(others, str) and not isinstance(alone, str):
+                assert others[1].measured <= alone[1].measured, (kernel, facts, others[0], alone[0])
+
+
 @pytest.mark.parametrize("arch", [*ARCHES, "none", "sm_80", "sm_120", "gfx90a"])
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel not in OPTIONAL_KERNELS])
 def test_every_call_has_a_launch_for_its_architecture(arch: str, kernel: str) -> None:
@@ -85,6 +100,15 @@ def test_the_interpreter_and_unknown_hardware_follow_the_rule() -> None:
     assert tables.lookup("none", "fused", FACTS) == (LaunchConfig(16, 16, 4, 1), "rule: no table for none")
     assert tables.lookup("sm_80", "fused", FACTS)[1] == "rule: no table for sm_80"
     assert tables.lookup("sm_90", "fused", replace(FACTS, q_bits=32))[1] == "rule: sm_90.json has no entry of fused for this call"
+
+
+@pytest.mark.parametrize(("arch", "shared"), [("sm_80", 101376), ("sm_90", 232448), ("sm_100", 232448), ("sm_120", 101376)])
+def test_the_rule_for_fp32_fits_shared_memory(arch: str, shared: int) -> None:
+    """Q, and of every stage a tile of K and of V, of four bytes an element; what the tables know has two at most."""
+    for rows, dim, kernel in product((1, 64, 4096), (64, 128, 256), ("fused", "tree_suffix")):
+        facts = replace(FACTS, rows=rows, head_dim=dim, v_head_dim=dim, q_bits=32, cache_bits=32)
+        launch = tables.rule(arch, kernel, facts)
+        assert 4 * dim * (launch.block_m + 2 * launch.num_stages * launch.block_n) <= shared, launch
 
 
 def test_only_kernels_that_divide_have_parts_combined_by_a_launch() -> None:

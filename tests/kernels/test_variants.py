@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sglang_specverify.errors import ArgumentError, SpecverifyError
+from sglang_specverify.kernels import specialized
+from sglang_specverify.kernels.aot_cases import Case
 from sglang_specverify.kernels.variants import VARIANTS, VariantFacts, choose_variant, refusal_of
 
 GPU = VariantFacts(device="cuda", programs=8, fill=132, longest=1 << 20)
@@ -80,3 +82,25 @@ def test_no_slow_reference_unasked_on_a_gpu() -> None:
 def test_unknown_name() -> None:
     with pytest.raises(ArgumentError, match="variant: got 'split'; allowed: auto, reference, fused, fused_split"):
         choose_variant("split", GPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"k_scale": 1e-46}, "not positive in FP32"),
+        ({"sm_scale": 1e-46}, "not positive in FP32"),
+        ({"sm_scale": 1e-40, "k_scale": 1e-10}, "not positive in FP32"),
+        ({"sm_scale": 1e-40}, None),
+        ({"k_scale": -1.0}, "not positive"),
+        ({"k_scale": 1e40}, "infinite in FP32"),
+        ({"v_scale": -1e39}, "infinite in FP32"),
+    ],
+)
+def test_the_specialised_kernel_takes_scales_that_fp32_holds(changes: dict[str, float], why: str | None) -> None:
+    """It multiplies after it has masked with -inf, so that a factor of 0 would make NaN of what nobody sees."""
+    a, problem = Case("sm_90", "fused", "chain", (128, 128), "bf16", 256).arguments()
+    a = replace(a, **changes)
+    problem = replace(problem, sm_scale=changes.get("sm_scale", problem.sm_scale))
+    assert ((found := specialized.refusal(a, problem, "sm_90")) is None) == (why is None)
+    assert why is None or why in (found or "")

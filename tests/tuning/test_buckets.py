@@ -7,11 +7,13 @@ from itertools import product
 
 import pytest
 
-from sglang_specverify.kernels import tables
+from sglang_specverify.kernels.aot_cases import Case
 from sglang_specverify.kernels.launch import LaunchConfig
+from sglang_specverify.kernels.run import config_of
 from sglang_specverify.kernels.table_schema import Entry, Table, TableFacts, parse, render
 from sglang_specverify.tuning.buckets import Bucket, buckets, candidates, refinements
-from sglang_specverify.tuning.run import facts_of
+from sglang_specverify.tuning.inputs import facts_of
+from sglang_specverify.tuning.run import now
 
 ARCHES = ("sm_90", "sm_100", "gfx942", "gfx950")
 
@@ -32,16 +34,35 @@ def test_the_calls_that_stand_for_a_range_are_in_it() -> None:
         entry = Entry(bucket.when, LaunchConfig(16, 16, 4, 1))
         assert len(bucket.calls) >= 2
         for call in (*bucket.calls, *(call.small() for call in bucket.calls)):
-            assert entry.holds(facts_of(call)), (bucket.name, call)
+            assert entry.holds(facts_of(call, "sm_90")), (bucket.name, call)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_what_serves_each_call_now_is_tried_first(arch: str) -> None:
+    """Asked as a call asks, from tensors that were made elsewhere."""
+    several = set()
+    for bucket in buckets():
+        serving = []
+        for call in bucket.calls:
+            dims, cache = (call.head_dim, call.head_dim), "bf16" if call.cache_bits == 16 else "e4m3"
+            case = Case(arch, call.operation, call.kind, dims, cache, call.queries * call.group, call.group, batch=call.batch)
+            assert facts_of(call, arch) == case.facts()
+            a, problem = case.arguments()
+            types = a.k_cache.dtype, a.q.dtype
+            serving.append(config_of(bucket.kernel, arch, problem, *types, split=call.operation == "fused_split"))
+        assert now(bucket, arch) == tuple(serving)
+        first = tuple(dict.fromkeys(serving))
+        assert candidates(arch, bucket, now(bucket, arch))[: len(first)] == first
+        several.add(len(first))
+    # SM90's table asks how full the device is.
+    assert (max(several) > 1) == (arch == "sm_90")
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_candidate_could_stand_in_a_table(arch: str) -> None:
     """The parser of the tables knows what a launch may be."""
     for bucket in buckets():
-        shipped = tables.lookup(arch, bucket.kernel, facts_of(bucket.calls[0]))[0]
-        tried = candidates(arch, bucket, shipped)
-        assert tried[0] == shipped
+        tried = candidates(arch, bucket, now(bucket, arch))
         assert 4 <= len(tried) == len(set(tried)) <= 20, bucket.name
         more = refinements(arch, bucket, tried[-1])
         assert more
@@ -55,13 +76,13 @@ def test_few_rows_are_not_padded_to_many() -> None:
     for bucket in buckets():
         rows = max(call.queries * call.group for call in bucket.calls)
         shipped = LaunchConfig(16, 16, 1, 1)
-        assert all(config.block_m <= max(16, rows) for config in candidates("sm_90", bucket, shipped))
+        assert all(config.block_m <= max(16, rows) for config in candidates("sm_90", bucket, [shipped]))
 
 
 @pytest.mark.parametrize(("combine", "other"), [("last", "launch"), ("launch", "last")])
 def test_parts_are_combined_as_they_are_now_and_for_the_fastest_also_otherwise(combine: str, other: str) -> None:
     for arch, bucket in product(("sm_90", "gfx950"), buckets()):
-        tried = candidates(arch, bucket, LaunchConfig(16, 16, 4, 1, combine=combine))
+        tried = candidates(arch, bucket, [LaunchConfig(16, 16, 4, 1, combine=combine)])
         assert {config.combine for config in tried} == {combine}
         combined = [config for config in refinements(arch, bucket, tried[-1]) if config.combine != combine]
         divided = bucket.calls[0].operation == "fused_split"
@@ -71,7 +92,7 @@ def test_parts_are_combined_as_they_are_now_and_for_the_fastest_also_otherwise(c
 
 def test_a_divided_prefix_tries_how_full_a_multiprocessor_gets() -> None:
     divided = next(bucket for bucket in buckets() if bucket.calls[0].operation == "fused_split")
-    best = candidates("sm_90", divided, LaunchConfig(16, 16, 4, 1))[-1]
+    best = candidates("sm_90", divided, [LaunchConfig(16, 16, 4, 1)])[-1]
     assert {config.ctas_per_sm for config in refinements("sm_90", divided, best)} == {1, 2}
     whole: Bucket = next(bucket for bucket in buckets() if bucket.calls[0].operation == "fused")
     assert {config.ctas_per_sm for config in refinements("sm_90", whole, replace(best, ctas_per_sm=1))} == {1}

@@ -43,10 +43,24 @@ def test_the_fastest_candidate_is_refined(tmp_path: Path) -> None:
     counted: list[LaunchConfig] = []
     results = tuned(bucket, State.load(tmp_path / "state", BELONGS), counted)
     assert list(results) == counted
-    assert counted[0] == run.now(bucket, "sm_90")
+    assert counted[0] == run.now(bucket, "sm_90")[0]
     best = ranked(results)[0][0]
     # Two stages are no candidate there; only the refinement finds them.
     assert (best.block_n, best.num_warps, best.num_stages) == (64, 4, 2)
+
+
+def test_what_served_before_is_timed_call_by_call(tmp_path: Path) -> None:
+    """One launch served the first call and another the second: their times, each on its own call."""
+    bucket = next(b for b in buckets() if b.name == "fused rows 33-64 dim 65-128 cache 16, divided")
+    first, second = run.now(bucket, "sm_90")
+    assert first != second
+    results = tuned(bucket, State.load(tmp_path / "state", BELONGS), [])
+    us = results[first].microseconds[0], results[second].microseconds[1]
+    assert run.served(bucket, "sm_90", results) == Measured(us)
+    failed = results | {second: Measured((), "OutOfResources")}
+    assert run.served(bucket, "sm_90", failed).problem == "OutOfResources"
+    del failed[second]
+    assert run.served(bucket, "sm_90", failed).problem
 
 
 def test_a_second_run_measures_nothing_again(tmp_path: Path) -> None:
@@ -76,7 +90,7 @@ def test_what_earlier_runs_finished_is_kept_and_what_they_did_not_is_left_out(tm
     state = State.load(tmp_path / "state", BELONGS)
     finished, started, asked = buckets()[:3]
     results = tuned(finished, state, [])
-    state.add(run.key_of(started, run.now(started, "sm_90")), Measured((1.0, 1.0)))
+    state.add(run.key_of(started, run.now(started, "sm_90")[0]), Measured((1.0, 1.0)))
     tuned(asked, state, [])
     assert run.measured_before("sm_90", state, (asked,)) == {finished: results}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 
+from sglang_specverify.door import scheduler
 from sglang_specverify.hardware import detect
 from sglang_specverify.kernels import draft_decode_attention_reference, verify_attention_reference
 from tests.gpu.engine import Case, Engine, Load, draw
@@ -175,14 +175,10 @@ def cases(device: str) -> tuple[Case, ...]:
 
 def build(engine: Engine) -> Any:
     c, runner = engine.case, engine.runner()
-    module, name = {"fa3": ("flash", "Flash"), "fa4": ("flash", "Flash4"), "triton": ("triton", "Triton"),
-                    "aiter": ("aiter", "Aiter")}[c.base]  # fmt: skip
-    classes = import_module(f"sglang_specverify.backends.{module}")
-    backend, container = (getattr(classes, f"Specverify{name}{kind}Backend") for kind in ("", "Draft"))
-    more = {"fa_impl_ver": 4} if c.base == "fa4" else {}
+    *_, more = scheduler._CLASSES[c.base]
     if c.mode == "draft":
-        return container(runner, c.topk, c.steps, **more)
-    return backend(runner, part="draft extend" if c.mode == "extend" else "target", **more)
+        return scheduler._class(c.base, 1)(runner, c.topk, c.steps, **more)
+    return scheduler._class(c.base, 0)(runner, part="draft extend" if c.mode == "extend" else "target", **more)
 
 
 def lengths(case: Case, count: int, most: int, seed: int) -> list[int]:

@@ -145,18 +145,16 @@ def _asked(line: ServerLine) -> tuple[str | None, str | None, str | None, str | 
 def _refused_model(line: ServerLine, asked: tuple[str | None, ...], target: Description, draft: Description) -> str:
     """Why SGLang would not let the plugin serve the target or the draft, whatever the base; empty where it would."""
     # A model of the dsv4 backend needs no name on the line.
-    names = line.backends if target.facts.sparse == "dsv4" else asked
+    names = line.backends if target.sparse == "dsv4" else asked
     options = [option for option, name in zip(_OPTIONS, names, strict=True) if name == PLUGIN]
     own = [option for option in options if option == _OPTIONS[3]]
     path = line.values.get("--speculative-draft-model-path")
     try:
         prefill, _ = _backend_of(Mode.PREFILL, line, names)
-        check_model(
-            target.architectures, target.facts.sparse, [option for option in options if option not in own], prefill=prefill
-        )
+        check_model(target.architectures, target.sparse, [option for option in options if option not in own], prefill=prefill)
         drafts = line.algorithm in DRAFT_MODELS and any(_backend_of(mode, line, names)[0] for mode in _DRAFT_MODES)
         if drafts and (path is None or Path(path).exists()):
-            check_model(draft.architectures, draft.facts.sparse, own or options)
+            check_model(draft.architectures, draft.sparse, own or options)
     except SpecverifyError as error:
         return f"{error.what}; {error.remedy}"
     return ""

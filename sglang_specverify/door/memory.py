@@ -49,28 +49,20 @@ def _reserve(configurator: Any) -> int:
     return reserve_of(configurator, _built(request, view, target))
 
 
-class _AtSteps:
-    """The resolved arguments with another number of draft steps."""
-
-    def __init__(self, view: Any, steps: int) -> None:
-        self._view, self.speculative_num_steps = view, steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
-
-
 def _built(request: Request, view: Any, target: str | None) -> list[Built]:
     """Every backend of the plugin that SGLang will build over the bases `target` and the draft's.
 
     With --speculative-adaptive these are all parts for each number of steps that it may choose, and in multi-layer EAGLE a draft
     extend for each step.
     """
+    from sglang.srt.arg_groups.overrides import ResolvedView
+
     from sglang_specverify.backends.reserve import Built
 
     draft = view.speculative_draft_attention_backend or target
     found = []
     for steps in _candidates(view):
-        at = view if steps is None else _AtSteps(view, steps)
+        at = view if steps is None else ResolvedView(view, {"speculative_num_steps": steps})
         for part in sorted(expected_parts(request, at, pp_rank=view.pp_size - 1)):
             base = target if part == "target" else draft
             copies = view.speculative_num_steps if part == "draft extend" and view.enable_multi_layer_eagle else 1

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sglang_specverify import __version__, flags
-from sglang_specverify.door.models import check_models, sparse_kind_of
+from sglang_specverify.door.models import check_models
 from sglang_specverify.door.request import FIELDS, Request, stray_names
 from sglang_specverify.errors import SpecverifyError, show_without_traceback
 from sglang_specverify.hardware import Hardware, from_sglang_platform
@@ -221,7 +221,6 @@ def _model_facts(server_args: Any) -> ModelFacts:
         architectures=tuple(config.hf_config.architectures or ()),
         head_dims=read | {(int(config.head_dim), int(config.v_head_dim))},
         is_mla=config.attention_arch == AttentionArch.MLA,
-        sparse=sparse_kind_of(config.hf_config),
     )
 
 

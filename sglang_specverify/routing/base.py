@@ -33,14 +33,12 @@ class ModelFacts:
     """What the choice of a base may know of a model.
 
     `head_dims` holds each pair (head dim of Q and K, head dim of V) that occurs among its attention
-    layers; empty while it is not known, and then no base is refused for it. `sparse` is the kind of
-    sparse attention of its own that SGLang serves it with, a key of `SPARSE_BACKENDS`, or empty.
+    layers; empty while it is not known, and then no base is refused for it.
     """
 
     architectures: tuple[str, ...] = ()
     head_dims: frozenset[tuple[int, int]] = frozenset()
     is_mla: bool = False
-    sparse: str = ""
 
     @property
     def max_head_dim(self) -> int:

@@ -45,7 +45,8 @@ class Description:
     """A model as far as attention is concerned.
 
     `dtype` is the checkpoint's; `states` goes into `ServerFacts.unknown`; `notes` are for people; `context` is how many tokens
-    SGLang lets a request have by the config, 0 where it names no number.
+    SGLang lets a request have by the config, 0 where it names no number; `sparse` is the kind of sparse attention of its own that
+    SGLang serves it with, a key of `SPARSE_BACKENDS`, or empty.
     """
 
     architectures: tuple[str, ...]
@@ -55,6 +56,7 @@ class Description:
     states: frozenset[str]
     notes: tuple[str, ...]
     context: int = 0
+    sparse: str = ""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -105,7 +107,6 @@ def describe(config: Mapping[str, Any], tensor_parallel: int = 1, *, minicpm_den
         architectures,
         frozenset((layer.head_dim, layer.v_head_dim) for layer in attending),
         any(layer.kind is LayerKind.MLA for layer in attending),
-        sparse,
     )
     return Description(
         architectures,
@@ -115,6 +116,7 @@ def describe(config: Mapping[str, Any], tensor_parallel: int = 1, *, minicpm_den
         frozenset(reader.states()),
         tuple(reader.notes()),
         context_length(text),
+        sparse,
     )
 
 

@@ -106,7 +106,7 @@ def text_of(config: LaunchConfig) -> str:
 
 
 def score(measured: Measured, best: Sequence[float]) -> float:
-    """Geometric mean of the times relative to the best of each call, 1 at least; infinite where it was not timed."""
+    """Geometric mean of the times relative to those of `best`, call by call; infinite where it was not timed."""
     if measured.problem or len(measured.microseconds) != len(best):
         return math.inf
     return math.exp(sum(math.log(us / least) for us, least in zip(measured.microseconds, best, strict=True)) / len(best))

@@ -169,6 +169,6 @@ def test_the_lists_of_models_are_those_of_sglang(predicate: str, names: str, key
     assert {word for word in words if word[0].isupper()} == set(listed)
     for name in listed:
         config = {**_MLA, "architectures": [name], **keys}
-        assert describe(config).facts.sparse == sparse_kind_of(SimpleNamespace(**config)) != ""
+        assert describe(config).sparse == sparse_kind_of(SimpleNamespace(**config)) != ""
     config = {**_MLA, "architectures": ["AnotherForCausalLM"], **keys}
-    assert describe(config).facts.sparse == sparse_kind_of(SimpleNamespace(**config)) == ""
+    assert describe(config).sparse == sparse_kind_of(SimpleNamespace(**config)) == ""

@@ -171,6 +171,7 @@ def fused_launch(
             "HAS_LSE": lse is not None,
             "K_SCALE": scale_mode(k_scale),
             "V_SCALE": scale_mode(v_scale),
+            "BY_FP16": e5m2_by_fp16(arch, a.k_cache, a.v_cache),
             "SPLIT": split is not None,
             "MERGE": merge,
             # A loop of its own for what needs no mask pays where the prefix is long; a window masks everything.
@@ -274,6 +275,11 @@ def refusal(a: VerifyArguments | DraftArguments, problem: Problem, arch: str) ->
     if problem.out_dtype == torch.float64 or (a.lse is not None and a.lse.dtype != torch.float32):
         return "FP64 outputs, and it computes in FP32"
     return None
+
+
+def e5m2_by_fp16(arch: str, *caches: torch.Tensor) -> bool:
+    """Whether a cache is E5M2 and `arch` has no instruction that makes BF16 of it: `widen_kernel.py` says why that matters."""
+    return arch != "gfx950" and any(cache.dtype == torch.float8_e5m2 for cache in caches)
 
 
 def _fp8_runs(dtype: torch.dtype, arch: str) -> bool:

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang_specverify.kernels.combine_parts_kernel import add_four, read_four, read_part, with_sink
+from sglang_specverify.kernels.widen_kernel import widened
 
 #: Values of KIND. A tree comes as bits, whatever layout its mask has: `plan_kernel.py` packs them.
 CHAIN, TREE, BRANCHES = 0, 1, 2
@@ -136,8 +137,8 @@ def verify_attention_kernel(
     KIND: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_SLOT_MAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr,
-    COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    BY_FP16: tl.constexpr, SPLIT: tl.constexpr, MERGE: tl.constexpr, SIGNED: tl.constexpr, PEEL: tl.constexpr,
+    AHEAD: tl.constexpr, COMBINE: tl.constexpr, PARTS_AHEAD: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one KV head of one request, over its prefix or a split of it, and its drafts.
@@ -145,6 +146,7 @@ def verify_attention_kernel(
     q [T, Hq, D]; k, v [slots, Hkv, D or DV]; out [T, Hq, DV]; lse FP32 [T, Hq]; the rest is documented at
     `verify_attention`. `scale` holds sm_scale, a number k_scale and the change to base 2; `out_scale` a number v_scale.
     K_SCALE and V_SCALE: 0 where that number is all, 1 for a tensor of one element, 2 for one of [Hkv].
+    BY_FP16: as `widened` has it.
     MERGE: no prefix is read; `out` and `lse` hold the prefix's result and receive the merged one. SIGNED: the scale may be
     negative or zero. PEEL: full tiles of the prefix have a loop without masks. AHEAD: that loop reads slots a tile ahead.
     PARTS_AHEAD: four parts are read ahead of their combination; else COMBINE parts stand behind each other in the code.
@@ -271,15 +273,16 @@ def verify_attention_kernel(
                 k_tile = tl.load(k_base + slot[None, :] * k_slot + d[:, None])
             else:
                 k_tile = tl.load(k_base + slot[None, :] * k_slot + d[:, None], mask=(d < D)[:, None], other=0.0)
-            s = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee")
+            s = tl.dot(q_tile, widened(k_tile, q_tile.dtype, BY_FP16), input_precision="ieee")
             if DV == BLOCK_DV:
                 v_tile = tl.load(v_base + slot[:, None] * v_slot + dv[None, :])
             else:
                 v_tile = tl.load(v_base + slot[:, None] * v_slot + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+            v_tile = widened(v_tile, q_tile.dtype, BY_FP16)
             if HAS_SOFTCAP:
-                m, total, acc = _accumulate(_capped(s, scale, softcap), 1.0, v_tile.to(q_tile.dtype), m, total, acc)
+                m, total, acc = _accumulate(_capped(s, scale, softcap), 1.0, v_tile, m, total, acc)
             else:
-                m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
+                m, total, acc = _accumulate(s, scale, v_tile, m, total, acc)
         begin = full_stop
 
     if KIND == 1:
@@ -328,7 +331,7 @@ def verify_attention_kernel(
         if D != BLOCK_D:
             is_k = is_k & (d < D)[:, None]
         k_tile = tl.load(k_base + slot[None, :] * k_slot + d[:, None], mask=is_k, other=0.0)
-        s = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee")
+        s = tl.dot(q_tile, widened(k_tile, q_tile.dtype, BY_FP16), input_precision="ieee")
         is_v = (slot >= 0)[:, None]
         if DV != BLOCK_DV:
             is_v = is_v & (dv < DV)[None, :]
@@ -347,10 +350,11 @@ def verify_attention_kernel(
         if HAS_WINDOW:
             visible = visible & (key_position[None, :] >= first_seen[:, None])
         s = tl.where(visible, s, float("-inf"))
+        v_tile = widened(v_tile, q_tile.dtype, BY_FP16)
         if HAS_SOFTCAP:
-            m, total, acc = _accumulate(s, 1.0, v_tile.to(q_tile.dtype), m, total, acc)
+            m, total, acc = _accumulate(s, 1.0, v_tile, m, total, acc)
         else:
-            m, total, acc = _accumulate(s, scale, v_tile.to(q_tile.dtype), m, total, acc)
+            m, total, acc = _accumulate(s, scale, v_tile, m, total, acc)
 
     if SPLIT:
         if num_splits > 1:

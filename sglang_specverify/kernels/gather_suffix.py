@@ -18,7 +18,7 @@ import torch
 from sglang_specverify.errors import ArgumentError
 from sglang_specverify.kernels import checks
 from sglang_specverify.kernels.arguments import Scale
-from sglang_specverify.kernels.fused import LOG2_E, _fp8_runs, as_fp32, scale_of
+from sglang_specverify.kernels.fused import LOG2_E, _fp8_runs, as_fp32, e5m2_by_fp16, scale_of
 from sglang_specverify.kernels.launch import Launch, arch_of, uses_triton
 from sglang_specverify.kernels.merge import STATES, merge_fp64
 
@@ -165,6 +165,7 @@ def gather_suffix_merge_launch(a: SuffixArguments, arch: str) -> Launch:
     constants = {
         "GROUP": group, "D": dim, "DV": v_dim, "HAS_SOFTCAP": a.softcap > 0, "HAS_SINKS": a.sinks is not None,
         "HAS_K_SCALE": k_scale is not None, "HAS_V_SCALE": v_scale is not None,
+        "BY_FP16": e5m2_by_fp16(arch, a.k_cache, a.v_cache),
         "BLOCK_G": block_g, "BLOCK_N": 16 if depth <= 16 or max(block_d, block_dv) > 128 else 32,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv,
     }  # fmt: skip

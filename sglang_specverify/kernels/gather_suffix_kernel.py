@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang_specverify.kernels.widen_kernel import widened
+
 
 @triton.jit
 def gather_suffix_merge_kernel(
@@ -15,13 +17,13 @@ def gather_suffix_merge_kernel(
     out_row, out_head, lse_row, lse_head, sinks_stride, k_scale_stride, v_scale_stride,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BY_FP16: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: the query heads of one row that share a KV head. Programs of a row are neighbours, as its slots' heads are.
 
     q [T, Hq, D]; k [slots, Hkv, D], v [slots, Hkv, DV]; suffix_slots int32 [N, depth]; suffix_lens int32 [N]; prefix_out
     [T, Hq, DV] and prefix_lse FP32 [T, Hq] are read and written. `scale` holds sm_scale and a number k_scale, `out_scale`
-    a number v_scale; tensors of scales come on top.
+    a number v_scale; tensors of scales come on top. BY_FP16: as `widened` has it.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     program = tl.program_id(0)
@@ -59,7 +61,7 @@ def gather_suffix_merge_kernel(
         k_tile = tl.load(k_at, mask=seen[None, :] & (d < D)[:, None], other=0.0)
         v_at = v + head * v_head + (slot * v_slot)[:, None] + dv[None, :]
         v_tile = tl.load(v_at, mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
-        s = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision="ieee") * scale
+        s = tl.dot(q_tile, widened(k_tile, q_tile.dtype, BY_FP16), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             t = tl.exp2(tl.abs(s) * (-2.0 * LOG2_E / softcap))
             tanh = (1.0 - t) / (1.0 + t)
@@ -70,7 +72,7 @@ def gather_suffix_merge_kernel(
         p = tl.exp2((s - base[:, None]) * LOG2_E)
         alpha = tl.exp2((m - base) * LOG2_E)
         total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q_tile.dtype), widened(v_tile, q_tile.dtype, BY_FP16), acc * alpha[:, None], input_precision="ieee")
         m = m_new
 
     peak = tl.maximum(m, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -107,6 +108,17 @@ def decoding_packed(arch: str) -> tuple[str, int]:
     launch = next(launches_of(arch, (256, 1, 64, 512, "swa_fp8", False, False, "block_split"), "e4m3", "packed"))[1]
     binary = _binary(launch, arch, packed=True)
     return binary.asm["ptx"], binary.metadata.tmem_size
+
+
+def converted(arch: str, operation: str) -> set[tuple[str, str]]:
+    """Types from which and to which a call with an E5M2 cache and BF16 queries converts floats, as Triton names them."""
+    if operation == "gather_suffix":
+        launch = next(each.launch for each in auxiliary(arch) if each.name == f"{arch} gather_suffix d128 e5m2")
+    else:
+        case = aot_cases.Case(arch, operation, "qlen_only", (128, 128), "e5m2", 16)  # type: ignore[arg-type]
+        launch = case.launch(case.configured()[0])
+    text = _binary(launch, arch, packed=False).asm["ttir"]
+    return set(re.findall(r"tt\.fp_to_fp .*: tensor<[\dx]*x(\w+)> -> tensor<[\dx]*x(\w+)>", text))
 
 
 def hopper(batch: int) -> tuple[str, str, dict[str, str]]:

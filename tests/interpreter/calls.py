@@ -28,7 +28,7 @@ def _move(value: torch.Tensor, device: str) -> torch.Tensor:
     if value.device.type == device:
         return value
     bits = value.view(torch.uint8) if value.element_size() == 1 else value
-    storage = torch.empty(0, dtype=bits.dtype).set_(bits.untyped_storage()).to(device)  # type: ignore[call-overload]
+    storage = torch.empty(0, dtype=bits.dtype, device=bits.device).set_(bits.untyped_storage()).to(device)  # type: ignore[call-overload]
     return storage.as_strided(value.shape, value.stride(), value.storage_offset()).view(value.dtype)
 
 

@@ -111,7 +111,7 @@ def test_cap_then_mask(device: str, masked: float, k_scale: Any, cap: float) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_fp8_code_as_a_value(device: str, q_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """256 requests that see one key each: the output is exactly the code's number, NaN and infinity included."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)

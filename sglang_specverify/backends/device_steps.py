@@ -246,7 +246,8 @@ class DeviceSteps:
                     **layers,
                 )
             else:
-                plan = kernels.plan_verify_attention(step.prefix_lens, step.row_ids, **layers)
+                longest = step.full.table.shape[1] * step.page_size
+                plan = kernels.plan_verify_attention(step.prefix_lens, step.row_ids, **layers, longest=longest)
             if number == len(plans.buffers):
                 plans.buffers.append(plan.buffer)
             for one in members:

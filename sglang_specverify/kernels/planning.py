@@ -13,7 +13,8 @@ from sglang_specverify.kernels.arguments import Problem, check_mask, check_offse
 from sglang_specverify.kernels.fused import QUERIES, call_of, packed_rows, tree_of
 from sglang_specverify.kernels.launch import LaunchConfig, arch_of, uses_triton
 from sglang_specverify.kernels.plan import MAX_CTAS_PER_SM, Masks, Plan, padded, plan_launch, with_buffer
-from sglang_specverify.kernels.run import config_of, programs_of, shape_of
+from sglang_specverify.kernels.run import config_of, is_uneven, programs_of, shape_of
+from sglang_specverify.kernels.variants import divides
 
 #: The largest row tile of any launch configuration.
 _MAX_BLOCK_M = 128
@@ -44,6 +45,7 @@ class Layers:
     config: LaunchConfig | None
     kernel: str
     out: torch.Tensor | None
+    longest: int = 0
 
 
 def plan_verify_attention(
@@ -71,6 +73,7 @@ def plan_verify_attention(
     config: LaunchConfig | None = None,
     kernel: str = "fused",
     out: torch.Tensor | None = None,
+    longest: int = 0,
 ) -> Plan:
     """Make a step's metadata on the device, by one launch: the division of the prefixes and the packed tree masks.
 
@@ -88,12 +91,15 @@ def plan_verify_attention(
         q_offsets: int32 [bs + 1], for ragged rows; `num_rows` then says how many rows Q has, as many as it ends at or more.
         mask, mask_layout, mask_offsets: as in `verify_attention`. A call with this plan takes its mask from here.
         deterministic: divide by each request's own length only.
-        divide: whether prefixes are divided; where None, if they would leave the device half empty.
+        divide: whether prefixes are divided; where None, if they would leave the device half empty, or fill it once and may
+            differ much (`variants.divides`).
         programs: programs to fill; the multiprocessors times what one of them holds where None.
         config: how the kernel is launched; from the architecture's table where None.
         kernel: "fused", or "specialized" for layers that the kernel with specialised warps takes: whose programs are to be
             filled. Prefixes that are divided for one are read by that one alone.
         out: int32 buffer of at least `Plan.words` entries; a new one where None. Fixed addresses make it fit for graphs.
+        longest: tokens that a row of the calls' table can hold, pages times their size; 0 where that is not known. Read where
+            `divide` is None.
 
     Returns:
         the plan, over `out`.
@@ -106,7 +112,7 @@ def plan_verify_attention(
         num_draft_tokens=num_draft_tokens, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, window=window, branches=branches, q_offsets=q_offsets,
         num_rows=num_rows, mask=mask, mask_layout=mask_layout, mask_offsets=mask_offsets, deterministic=deterministic,
-        divide=divide, programs=programs, config=config, kernel=kernel, out=out,
+        divide=divide, programs=programs, config=config, kernel=kernel, out=out, longest=longest,
     ))  # fmt: skip
     checks.tensor("row_ids", row_ids, (plan.batch,), (torch.int32,), prefix_lens.device, unit_last=True)
     if checks.on_cpu(row_ids) and (r := checks.first_row(row_ids < 0)) is not None:
@@ -126,6 +132,7 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
         if getattr(a, name) is not None:
             checks.integer(name, getattr(a, name), 1)
     checks.integer("window", a.window, -1)
+    checks.integer("longest", a.longest, 0)
     for name in ("branches", "deterministic"):
         checks.flag(name, getattr(a, name))
     if a.divide is not None:
@@ -160,16 +167,16 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
     cache_dtype, arch = a.dtype if a.cache_dtype is None else a.cache_dtype, arch_of(device)
     whole = a.config or config_of("fused", arch, problem, cache_dtype, a.dtype, deterministic=a.deterministic)
     _check_kernel(a, problem, arch)
-    filling = whole
+    dividing = a.config or config_of("fused", arch, problem, cache_dtype, a.dtype, split=True, deterministic=a.deterministic)
+    filling, uneven = whole, is_uneven(problem, dividing, a.longest)
     if a.kernel == "specialized":
         filling = a.config or config_of("specialized", specialized.ARCH, problem, cache_dtype, a.dtype, split=True)
+        dividing, uneven = filling, False
     divide = a.divide
     if divide is None:
         tiles = -(-packed_rows(problem) // filling.block_m) * a.kv_heads * batch
-        divide = a.deterministic or 2 * tiles <= programs_of(device, filling)
-    config = filling if divide else whole
-    if divide and a.config is None and a.kernel == "fused":
-        config = config_of("fused", arch, problem, cache_dtype, a.dtype, split=True, deterministic=a.deterministic)
+        divide = a.deterministic or divides(tiles, programs_of(device, filling), uneven=uneven)
+    config = dividing if divide else whole
     call = call_of(problem, a.dtype, cache_dtype)
     shape = shape_of(problem, config, deterministic=a.deterministic, programs=a.programs)
     plan = Plan(prefix_lens, batch, shape, a.window, divide, tree_of(problem), call, whole, a.kernel)

@@ -15,7 +15,15 @@ from sglang_specverify.kernels.reference import Result, run_draft_decode, run_ve
 from sglang_specverify.kernels.specialized import ARCH, specialized_launch
 from sglang_specverify.kernels.specialized import refusal as specialized_refusal
 from sglang_specverify.kernels.tables import TableFacts, lookup
-from sglang_specverify.kernels.variants import DIVIDING, SPECIALIZED, Choice, VariantFacts, choose_variant
+from sglang_specverify.kernels.variants import (
+    DIVIDING,
+    FEW_ROWS,
+    LONG_PREFIX,
+    SPECIALIZED,
+    Choice,
+    VariantFacts,
+    choose_variant,
+)
 
 #: Programs that Triton's interpreter plans for: few enough to be quick, enough that prefixes are divided.
 _INTERPRETED_PROGRAMS = 8
@@ -60,6 +68,15 @@ def config_of(
     return lookup(arch, kernel, facts)[0]
 
 
+def is_uneven(problem: Problem, config: LaunchConfig, longest: int) -> bool:
+    """Whether lengths up to `longest` may differ much, and dividing them costs little where they do not.
+
+    The latter was measured where a second launch combines the parts of few rows with head dim 128.
+    """
+    measured = config.combine == "launch" and problem.head_dim == problem.v_head_dim == 128 and packed_rows(problem) <= FEW_ROWS
+    return measured and problem.window < 0 and longest >= LONG_PREFIX
+
+
 def run(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, plan: object, workspace: object) -> Result:
     """Serve a checked call.
 
@@ -83,7 +100,10 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
     if not uses_triton(device):
         return choose_variant(variant, VariantFacts(device=device.type))
     arch = arch_of(device)
-    config = config_of("fused", arch, problem, a.k_cache.dtype, a.q.dtype, split=False, deterministic=a.deterministic)
+    types = a.k_cache.dtype, a.q.dtype
+    config = config_of("fused", arch, problem, *types, split=False, deterministic=a.deterministic)
+    dividing = config_of("fused", arch, problem, *types, split=True, deterministic=a.deterministic)
+    longest = a.table.shape[1] * problem.page_size if problem.window < 0 else problem.window
     facts = VariantFacts(
         device=device.type,
         interpreting=device.type == "cpu",
@@ -93,7 +113,8 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
         rows=packed_rows(problem),
         programs=-(-packed_rows(problem) // config.block_m) * problem.kv_heads * problem.batch,
         fill=programs_of(device, config),
-        longest=a.table.shape[1] * problem.page_size if problem.window < 0 else problem.window,
+        longest=longest,
+        uneven=is_uneven(problem, dividing, longest),
         divided=None if plan is None else plan.divides,
         divided_for="fused" if plan is None else plan.kernel,
         deterministic=a.deterministic,

@@ -95,6 +95,7 @@ def prepare_step(
         dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, window=window, branches=branches, q_offsets=q_offsets,
         num_rows=num_rows, mask=mask, mask_layout=mask_layout, mask_offsets=mask_offsets, deterministic=deterministic,
         divide=divide, programs=programs, config=config, kernel=kernel, out=out,
+        longest=_capacity(table, page_size),
     ))  # fmt: skip
     device, batch = prefix_lens.device, len(prefix_lens)
     checks.tensor("req_to_token", req_to_token, ("rows", "context"), checks.INTS, device)
@@ -124,6 +125,12 @@ def prepare_step(
         window_table=window_table, extra=extra, q_offsets=q_offsets,
     ).run()  # fmt: skip
     return plan
+
+
+def _capacity(table: object, page_size: object) -> int:
+    """Tokens that a row of the table can hold; 0 of what the checks are going to refuse."""
+    fits = isinstance(table, torch.Tensor) and table.ndim == 2 and isinstance(page_size, int)
+    return table.shape[1] * page_size if fits else 0  # type: ignore[attr-defined]
 
 
 def prepare_step_launch(

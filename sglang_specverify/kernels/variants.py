@@ -19,6 +19,9 @@ DIVIDING, SPECIALIZED = ("fused_split", "specialized_split"), ("specialized", "s
 #: program combines. A second launch makes shorter parts of longer prefixes; it was not tried below this.
 SHORT_PREFIX = 512
 
+#: A table row that holds so many keys or more may be one of requests of very different lengths.
+LONG_PREFIX = 4096
+
 #: Up to so many packed rows half of a specialised tile would be padding, and the fused kernel is as fast.
 FEW_ROWS = 64
 
@@ -37,6 +40,7 @@ class VariantFacts:
         programs: programs of the fused kernel without a split: row tiles times KV heads times requests.
         fill: programs that the device runs at once.
         longest: keys that a table row can hold, an upper bound of every L.
+        uneven: lengths may differ much, and dividing costs little where they do not.
         divided: whether the caller's plan divides prefixes; None where no plan came.
         divided_for: the kernel that the caller's plan divides for, "fused" or "specialized".
         deterministic: rows must not depend on the rest of the batch.
@@ -51,6 +55,7 @@ class VariantFacts:
     programs: int = 1
     fill: int = 1
     longest: int = 1 << 30
+    uneven: bool = False
     divided: bool | None = None
     divided_for: str = "fused"
     deterministic: bool = False
@@ -62,6 +67,16 @@ class Choice:
 
     name: str
     reason: str
+
+
+def divides(programs: int, fill: int, *, uneven: bool) -> bool:
+    """Whether a plan divides prefixes for the programs of a batch: if they leave half of the device empty.
+
+    `uneven` batches are divided up to a full device: undivided they take as long as their longest request alone. Of 32 requests
+    with W 8 and 128 to 32768 tokens that is three times as long as divided; where all have the same length, of 2048 tokens or
+    more, dividing costs trees 8 % at most (`benchmarks/results/verify-attention-h200.json`).
+    """
+    return programs <= (fill if uneven else fill // 2)
 
 
 def check_variant(variant: str) -> None:
@@ -123,7 +138,7 @@ def _choose(facts: VariantFacts) -> Choice:
         return Choice("fused_split", "deterministic: the split follows each request's own length")
     if facts.longest <= SHORT_PREFIX:
         return _either(facts, "", f"a table row holds {facts.longest} keys at most, too few to divide")
-    if 2 * facts.programs > facts.fill:
+    if not divides(facts.programs, facts.fill, uneven=facts.uneven):
         return _either(facts, "", f"{facts.programs} programs for {facts.fill} at once: the device is filled without a split")
     return _either(facts, "_split", f"{facts.programs} programs for {facts.fill} at once: the prefix is divided")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from sglang_specverify.kernels import plan as plan_module
-from sglang_specverify.kernels import planning, run, specialized, tables
+from sglang_specverify.kernels import planning, run, specialized, step, tables
 from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK, MIN_CHUNKS, Plan, plan_constants
 from sglang_specverify.kernels.planning import Layers, plan_of
@@ -28,14 +30,25 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "programs_of", programs)
 
 
-def plan(kernel: str, rows: int, dim: int, bits: int, batch: int, *, divide: bool | None, deterministic: bool = False) -> Plan:
+def plan(
+    kernel: str,
+    rows: int,
+    dim: int,
+    bits: int,
+    batch: int,
+    *,
+    divide: bool | None,
+    deterministic: bool = False,
+    longest: int = 0,
+    window: int = -1,
+) -> Plan:
     """A plan of chains, four query heads to a KV head."""
     cache = torch.bfloat16 if bits == 16 else torch.float8_e4m3fn
     return plan_of(torch.empty(batch, dtype=torch.int32, device="meta"), Layers(
         num_draft_tokens=rows // 4, q_heads=4 * KV_HEADS, kv_heads=KV_HEADS, head_dim=dim, v_head_dim=None, dtype=torch.bfloat16,
-        cache_dtype=cache, page_size=1, window=-1, branches=False, q_offsets=None, num_rows=None, mask=None,
+        cache_dtype=cache, page_size=1, window=window, branches=False, q_offsets=None, num_rows=None, mask=None,
         mask_layout="qlen_only", mask_offsets=None, deterministic=deterministic, divide=divide, programs=None, config=None,
-        kernel=kernel, out=None,
+        kernel=kernel, out=None, longest=longest,
     ))[0]  # fmt: skip
 
 
@@ -62,6 +75,40 @@ def test_the_shortest_part_is_that_of_who_reads_and_who_combines(kernel: str, di
         assert p.kernel == kernel
         # The same for all: what divides nothing is compiled once.
         assert (constants["SPLIT"], constants["BY_LAUNCH"], constants["MIN_CHUNK"]) == (False, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "divided"),
+    [
+        ({}, True),
+        ({"longest": 4095}, False),  # where little can differ
+        ({"longest": 0}, False),  # not known
+        ({"batch": 34}, False),  # more than run at once
+        ({"bits": 8}, False),  # the last program combines
+        ({"dim": 64}, False),  # dividing costs more
+        ({"rows": 128}, False),
+        ({"window": 512}, False),  # all read as much
+    ],
+)
+def test_a_batch_that_fills_the_device_once_is_divided_where_lengths_may_differ(changes: dict[str, Any], divided: bool) -> None:
+    call = {"rows": 32, "dim": 128, "bits": 16, "batch": 33, "longest": 40960, **changes}
+    assert plan("fused", divide=None, **call).divides == divided
+
+
+def test_a_step_knows_how_long_a_request_may_be_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def plan_of(lens: torch.Tensor, layers: Layers) -> None:
+        raise Asked(layers.longest)
+
+    monkeypatch.setattr(step, "plan_of", plan_of)
+    lens = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(Asked, match=r"^1600$"):
+        step.prepare_step(
+            lens[None], lens, lens, table=torch.zeros(1, 100, dtype=torch.int32), page_size=16, num_draft_tokens=2, q_heads=1,
+            kv_heads=1, head_dim=64,
+        )  # fmt: skip
 
 
 def test_every_launch_that_the_table_knows_was_planned_for() -> None:

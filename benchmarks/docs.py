@@ -16,7 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import end_to_end_profile, end_to_end_tables, gpu_tables, kernel_profile_counters, sparse_mla_tables
+from benchmarks import (
+    end_to_end_profile,
+    end_to_end_tables,
+    gpu_tables,
+    kernel_profile_counters,
+    sparse_mla_tables,
+    tree_families,
+)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -207,6 +214,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "kernel profile": kernel_profile_counters.table,
     "kernels": kernels,
     "latency": gpu_tables.latency,
+    "latency of chains": gpu_tables.latency_of_chains,
     "latency of trees": gpu_tables.latency_of_trees,
     "long context engines": end_to_end_tables.long_contexts,
     "memory": memory,
@@ -219,6 +227,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "sparse mla rows": sparse_mla_tables.rows_of_drafts,
     "sparse mla cases": gpu_tables.sparse_mla_cases,
     "sparse mla variants": sparse_mla_tables.variants,
+    "tree families": tree_families.table,
 }
 
 

@@ -49,11 +49,12 @@ def trees(results: dict[str, Any]) -> list[str]:
     repetitions = sorted({len(pair.theirs["each_tokens_per_s"]) for pair in found})
     rounds = " or ".join(map(str, repetitions))
     said = [f"Medians of {rounds} rounds; in brackets how far rounds of one arm lie apart, the wider of both."]
-    said += [
-        f"\\*: answers of {output} tokens, where the others at {requests} requests have {plan.OUTPUTS[requests]} and the step "
-        "that extends the prompts weighs more."
-        for output, requests in sorted(longer)
-    ]
+    for requests in sorted({requests for _, requests in longer}):
+        marks = ", ".join(f"\\*{output}" for output, others in sorted(longer) if others == requests)
+        said.append(
+            f"{marks}: answers of so many tokens, where the others at {requests} requests have {plan.OUTPUTS[requests]} and the "
+            "step that extends the prompts weighs more."
+        )
     return [*lines, "", " ".join(said + ([_UNEVEN] if uneven else []))]
 
 
@@ -64,7 +65,7 @@ _UNEVEN = (
 
 
 def _speeds(pair: Pair) -> list[str]:
-    mark = ("" if plan.is_even(pair.row) else " †") + (" \\*" if _is_longer(pair) else "")
+    mark = ("" if plan.is_even(pair.row) else " †") + (f" \\*{pair.row['output']}" if _is_longer(pair) else "")
     speeds = [f"{arm['tokens_per_s']:.0f}" for arm in (pair.theirs, pair.ours)]
     return [*speeds, f"{pair.ratio:.2f} ({pair.spread:.1%}){mark}"]
 

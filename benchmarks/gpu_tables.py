@@ -115,6 +115,17 @@ def latency(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def latency_of_chains(results: dict[str, Any]) -> list[str]:
+    """Chains by the launch that the tables say, K and V in the cache and not, beside FlashAttention."""
+    columns = [(arm, state) for state in ("warm", "cold") for arm in ("default", "fa3")]
+    heads = [f"{'fused_split' if arm == 'default' else 'stock fa3'}, {state}" for arm, state in columns]
+    lines = [f"| call | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    for row in results["points"]:
+        found = [row["arms"].get(arm, {}).get(state, {}).get("us") for arm, state in columns]
+        lines.append(f"| {row['name']} | " + " | ".join("" if us is None else f"{us:.1f}" for us in found) + " |")
+    return lines
+
+
 def latency_of_trees(results: dict[str, Any]) -> list[str]:
     """Trees over short divided prefixes, cold: both kernels with each way to combine parts, beside FlashAttention."""
     arms = {

@@ -64,10 +64,12 @@ def test_each_stock_arm_has_columns_and_the_best_a_sentence() -> None:
     table = end_to_end_tables.trees({"cells": cells})
     assert table[0].count("specverify") == 2
     assert table[2:4] == [
-        "| 64 × 4 | 128 | 32 | 100 | 120 | 1.20 (2.0%) | 110 | 121 | 1.10 (2.0%) \\* |",
+        "| 64 × 4 | 128 | 32 | 100 | 120 | 1.20 (2.0%) | 110 | 121 | 1.10 (2.0%) \\*192 |",
         "| 64 × 4 | 2048 | 1 | 100 | 120 | 1.20 (2.0%) |  |  |  |",
     ]  # fmt: skip
-    assert "192 tokens" in table[-1]
+    assert "lie apart, the wider of both. \\*192: answers of so many tokens, where the others at 32 requests have 48" in table[-1]
+    cells[0] |= {"output": 256}
+    assert "\\*192, \\*256: answers" in end_to_end_tables.trees({"cells": cells})[-1]
     said = end_to_end_tables.summary({"cells": cells})
     assert len(said) == 3
     assert said[-1].startswith("1.10 times the tokens/s of the best of them in the median of 1 configurations, where")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -165,17 +166,8 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
             "use CUDA tensors, or set TRITON_INTERPRET=1 before triton is imported",
         )
     cache_dtype, arch = a.dtype if a.cache_dtype is None else a.cache_dtype, arch_of(device)
-    whole = a.config or config_of("fused", arch, problem, cache_dtype, a.dtype, deterministic=a.deterministic)
     _check_kernel(a, problem, arch)
-    dividing = a.config or config_of("fused", arch, problem, cache_dtype, a.dtype, split=True, deterministic=a.deterministic)
-    filling, uneven = whole, is_uneven(problem, dividing, a.longest)
-    if a.kernel == "specialized":
-        filling = a.config or config_of("specialized", specialized.ARCH, problem, cache_dtype, a.dtype, split=True)
-        dividing, uneven = filling, False
-    divide = a.divide
-    if divide is None:
-        tiles = -(-packed_rows(problem) // filling.block_m) * a.kv_heads * batch
-        divide = a.deterministic or divides(tiles, programs_of(device, filling), uneven=uneven)
+    whole, dividing, divide = division(problem, a, cache_dtype, arch, lambda config: programs_of(device, config))
     config = dividing if divide else whole
     call = call_of(problem, a.dtype, cache_dtype)
     shape = shape_of(problem, config, deterministic=a.deterministic, programs=a.programs)
@@ -184,6 +176,24 @@ def plan_of(prefix_lens: torch.Tensor, a: Layers) -> tuple[Plan, Masks | None]:
     if a.mask is not None:
         masks = Masks(a.mask, a.mask_layout == "full_mask", a.mask_offsets, a.q_offsets, a.num_draft_tokens)
     return with_buffer(plan, device, a.out), masks
+
+
+def division(
+    problem: Problem, a: Layers, cache_dtype: torch.dtype, arch: str, programs_at_once: Callable[[LaunchConfig], int]
+) -> tuple[LaunchConfig, LaunchConfig, bool]:
+    """How layers are launched undivided and divided, and which of both, for a device that runs so many programs of a launch."""
+    types = cache_dtype, a.dtype
+    whole = a.config or config_of("fused", arch, problem, *types, deterministic=a.deterministic)
+    if a.kernel == "specialized":
+        filling = dividing = a.config or config_of("specialized", specialized.ARCH, problem, *types, split=True)
+        uneven = False
+    else:
+        dividing = a.config or config_of("fused", arch, problem, *types, split=True, deterministic=a.deterministic)
+        filling, uneven = whole, is_uneven(problem, dividing, a.longest)
+    if a.divide is not None:
+        return whole, dividing, a.divide
+    tiles = -(-packed_rows(problem) // filling.block_m) * problem.kv_heads * problem.batch
+    return whole, dividing, a.deterministic or divides(tiles, programs_at_once(filling), uneven=uneven)
 
 
 def _check_rows(a: Layers, batch: int, device: torch.device) -> torch.Tensor | None:

@@ -196,7 +196,7 @@ def serves(kind: str, feature: str) -> bool:
 def shipped(arch: str) -> Iterator[Case]:
     """Calls that together reach every entry of the table of `arch`, each with every shape and cache type that it serves.
 
-    FP16 and E5M2 caches, which compile like BF16 and E4M3 ones, come with one head dim; features take turns. Behind them, for
+    FP16 caches, which compile like BF16 ones, and E5M2 ones come with one head dim; features take turns. Behind them, for
     every range of rows that an entry divides by how full the device is, what serves a deterministic call, which never says that.
     """
     features, groups, turn = tuple(FEATURES), (4, 8, 1, 5), 0

@@ -71,7 +71,7 @@ def config_of(
 def is_uneven(problem: Problem, config: LaunchConfig, longest: int) -> bool:
     """Whether lengths up to `longest` may differ much, and dividing them costs little where they do not.
 
-    The latter was measured where a second launch combines the parts of few rows with head dim 128.
+    The latter is so where a second launch combines the parts of few rows with head dim 128: `variants.divides`.
     """
     measured = config.combine == "launch" and problem.head_dim == problem.v_head_dim == 128 and packed_rows(problem) <= FEW_ROWS
     return measured and problem.window < 0 and longest >= LONG_PREFIX

@@ -16,7 +16,7 @@ VARIANTS = ("reference", "fused", "fused_split", "specialized", "specialized_spl
 DIVIDING, SPECIALIZED = ("fused_split", "specialized_split"), ("specialized", "specialized_split")
 
 #: Up to this many keys no prefix is worth dividing: two parts of the least length of `plan.MIN_CHUNKS` for a kernel whose last
-#: program combines. A second launch makes shorter parts of longer prefixes; it was not tried below this.
+#: program combines. A second launch makes shorter parts of longer prefixes; it loses more often than it gains below this.
 SHORT_PREFIX = 512
 
 #: A table row that holds so many keys or more may be one of requests of very different lengths.
@@ -74,7 +74,9 @@ def divides(programs: int, fill: int, *, uneven: bool) -> bool:
 
     `uneven` batches are divided up to a full device: undivided they take as long as their longest request alone. Of 32 requests
     with W 8 and 128 to 32768 tokens that is three times as long as divided; where all have the same length, of 2048 tokens or
-    more, dividing costs trees 8 % at most (`benchmarks/results/verify-attention-h200.json`).
+    more, dividing costs trees 8 % at most, and with 128 to 384 tokens up to a half where these differ. That is of 32 requests,
+    8 KV heads and trees (`benchmarks/results/verify-attention-h200.json`); chains and draft steps of many requests were timed
+    before a second launch combined, at equal lengths alone.
     """
     return programs <= (fill if uneven else fill // 2)
 

@@ -110,15 +110,16 @@ def decoding_packed(arch: str) -> tuple[str, int]:
     return binary.asm["ptx"], binary.metadata.tmem_size
 
 
-def converted(arch: str, operation: str) -> set[tuple[str, str]]:
-    """Types from which and to which a call with an E5M2 cache and BF16 queries converts floats, as Triton names them."""
+def converted(arch: str, operation: str) -> tuple[set[tuple[str, str]], str]:
+    """Types from which and to which a call with an E5M2 cache and BF16 queries converts floats, in Triton's names; assembly."""
     if operation == "gather_suffix":
         launch = next(each.launch for each in auxiliary(arch) if each.name == f"{arch} gather_suffix d128 e5m2")
     else:
         case = aot_cases.Case(arch, operation, "qlen_only", (128, 128), "e5m2", 16)  # type: ignore[arg-type]
         launch = case.launch(case.configured()[0])
-    text = _binary(launch, arch, packed=False).asm["ttir"]
-    return set(re.findall(r"tt\.fp_to_fp .*: tensor<[\dx]*x(\w+)> -> tensor<[\dx]*x(\w+)>", text))
+    made = _binary(launch, arch, packed=False).asm
+    types = set(re.findall(r"tt\.fp_to_fp .*: tensor<[\dx]*x(\w+)> -> tensor<[\dx]*x(\w+)>", made["ttir"]))
+    return types, made["ptx" if arch[0] == "s" else "amdgcn"]
 
 
 def hopper(batch: int) -> tuple[str, str, dict[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.speculative import ngram_worker
 
-from sglang_specverify.backends import calls, facts, routes
+from sglang_specverify.backends import calls, device_steps, facts, routes
 from sglang_specverify.backends.plans import Dims, Plans, Served, groups
 from sglang_specverify.kernels import plan_verify_attention
 from sglang_specverify.routing.facts import Mode
@@ -305,6 +305,25 @@ def test_a_step_is_divided_for_the_kernel_that_serves(engine: Make) -> None:
     # The window layer reads the same masks, and is launched as the fused kernel's table says.
     assert not other.divides and torch.equal(other.bits, plan.bits)
     assert other.shape.config != plan.shape.config and step.plans.options(window)["variant"] == "auto"
+
+
+def test_every_plan_of_a_step_knows_how_long_a_request_may_be(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of layers which cannot share the first: both are divided by the same rule."""
+    one = engine(TREE.but(page_size=16))
+    add(one, LENGTHS)
+    backend = target(one)
+    batch, seen = verify_batch(one, backend), list[int]()
+
+    def plan(*args: Any, **options: Any) -> Any:
+        seen.append(options["longest"])
+        return plan_verify_attention(*args, **options)
+
+    monkeypatch.setattr(device_steps.kernels, "plan_verify_attention", plan)
+    heads = [Served.of(count, 1, 16, 16, -1, "fused") for count in (4, 2)]
+    mask = backend._mask(batch.forward, Mode.TARGET_VERIFY, None)
+    step = backend._device.eager(batch.forward, Mode.TARGET_VERIFY, tuple(heads), mask)
+    assert step.plans is not None
+    assert seen == [step.full.table.shape[1] * 16]
 
 
 def test_a_query_that_the_specialised_kernel_cannot_copy_is_made_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from sglang_specverify.kernels import plan as plan_module
 from sglang_specverify.kernels import planning, run, specialized, step, tables
+from sglang_specverify.kernels.aot_cases import Case
 from sglang_specverify.kernels.launch import LaunchConfig
 from sglang_specverify.kernels.plan import DETERMINISTIC_CHUNK, MIN_CHUNKS, Plan, plan_constants
 from sglang_specverify.kernels.planning import Layers, plan_of
+from sglang_specverify.kernels.variants import choose_variant
 
 INT32 = torch.int32
 KV_HEADS, MULTIPROCESSORS = 8, 132
@@ -93,6 +96,18 @@ def test_the_shortest_part_is_that_of_who_reads_and_who_combines(kernel: str, di
 def test_a_batch_that_fills_the_device_once_is_divided_where_lengths_may_differ(changes: dict[str, Any], divided: bool) -> None:
     call = {"rows": 32, "dim": 128, "bits": 16, "batch": 33, "longest": 40960, **changes}
     assert plan("fused", divide=None, **call).divides == divided
+
+
+@pytest.mark.parametrize(("batch", "name"), [(32, "fused_split"), (40, "fused")])
+def test_a_call_without_a_plan_is_divided_alike(batch: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "uses_triton", lambda device: True)
+    monkeypatch.setattr(run, "arch_of", lambda device: "sm_90")
+    seen = []
+    monkeypatch.setattr(run, "choose_variant", lambda variant, facts: seen.append(facts))
+    call = Case("sm_90", "fused", "chain", (128, 128), "bf16", 32, batch=batch)
+    run.choose(*call.arguments(), "auto")
+    assert choose_variant("auto", replace(seen[0], device="cuda")).name == name
+    assert plan("fused", 32, 128, 16, batch, divide=None, longest=seen[0].longest).divides == (name == "fused_split")
 
 
 def test_a_step_knows_how_long_a_request_may_be_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

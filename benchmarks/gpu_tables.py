@@ -115,6 +115,11 @@ def latency(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _times(name: str, found: list[float | None]) -> str:
+    """A row of microseconds; what was not timed is left empty."""
+    return f"| {name} | " + " | ".join("" if us is None else f"{us:.1f}" for us in found) + " |"
+
+
 def latency_of_chains(results: dict[str, Any]) -> list[str]:
     """Chains by the launch that the tables say, K and V in the cache and not, beside FlashAttention."""
     columns = [(arm, state) for state in ("warm", "cold") for arm in ("default", "fa3")]
@@ -122,7 +127,7 @@ def latency_of_chains(results: dict[str, Any]) -> list[str]:
     lines = [f"| call | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     for row in results["points"]:
         found = [row["arms"].get(arm, {}).get(state, {}).get("us") for arm, state in columns]
-        lines.append(f"| {row['name']} | " + " | ".join("" if us is None else f"{us:.1f}" for us in found) + " |")
+        lines.append(_times(row["name"], found))
     return lines
 
 
@@ -139,7 +144,7 @@ def latency_of_trees(results: dict[str, Any]) -> list[str]:
     lines = [f"| call | {' | '.join(arms)} |", "|---|" + "---|" * len(arms)]
     for row in results["points"]:
         found = [row["arms"].get(name, {}).get("cold", {}).get("us") for name in arms.values()]
-        lines.append(f"| {row['name']} | " + " | ".join("" if us is None else f"{us:.1f}" for us in found) + " |")
+        lines.append(_times(row["name"], found))
     return lines
 
 

@@ -37,11 +37,23 @@ def date() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+def text_of(found: dict[str, Any]) -> str:
+    """JSON with a line for each row of a list: files of hundreds of points stay small, and a point that changes is one line."""
+
+    def value(each: object) -> str:
+        if not isinstance(each, list) or not each:
+            return json.dumps(each, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+        rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in each)
+        return f"[\n{rows}\n  ]"
+
+    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {value(each)}" for name, each in found.items()) + "\n}\n"
+
+
 def write(path: Path, results: dict[str, Any]) -> None:
     """Write `results` with their environment, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({**environment(), **results}, indent=2, ensure_ascii=False) + "\n")
+    partial.write_text(text_of({**environment(), **results}))
     partial.rename(path)
 
 

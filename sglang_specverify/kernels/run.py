@@ -102,8 +102,11 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
     arch = arch_of(device)
     types = a.k_cache.dtype, a.q.dtype
     config = config_of("fused", arch, problem, *types, split=False, deterministic=a.deterministic)
-    dividing = config_of("fused", arch, problem, *types, split=True, deterministic=a.deterministic)
     longest = a.table.shape[1] * problem.page_size if problem.window < 0 else problem.window
+    uneven = False
+    if plan is None:  # a plan has decided
+        dividing = config_of("fused", arch, problem, *types, split=True, deterministic=a.deterministic)
+        uneven = is_uneven(problem, dividing, longest)
     facts = VariantFacts(
         device=device.type,
         interpreting=device.type == "cpu",
@@ -114,7 +117,7 @@ def choose(a: VerifyArguments | DraftArguments, problem: Problem, variant: str, 
         programs=-(-packed_rows(problem) // config.block_m) * problem.kv_heads * problem.batch,
         fill=programs_of(device, config),
         longest=longest,
-        uneven=is_uneven(problem, dividing, longest),
+        uneven=uneven,
         divided=None if plan is None else plan.divides,
         divided_for="fused" if plan is None else plan.kernel,
         deterministic=a.deterministic,
